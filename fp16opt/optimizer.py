@@ -822,11 +822,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return None
         if self._may_lack_scale:
             self._tell_of_missing_scale()
-        on_device, awaited = self._skips_on_device(), None
-        if on_device and self._must_know(check):  # the step is queued before the host waits for the decision
-            on_device = self._may_await()
-            awaited = kernels.AwaitedFlag(check.found_inf) if on_device else None
-        skipped: bool | Tensor = check.found_inf if on_device else bool(check.found_inf)
+        skipped, awaited = self._decide(check)
         if skipped is not True:
             self.model_writes.sync(waits=self._on_host)
             if closure is not None:
@@ -1047,18 +1043,21 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- the end of a step -------------------------------------------------------------------------------------------
 
-    def _skips_on_device(self) -> bool:
-        """Whether the step can be skipped on a device at which a look would wait.
+    def _decide(self, check: OverflowCheck) -> tuple[bool | Tensor, kernels.AwaitedFlag | None]:
+        """(whether the step is skipped: decided, or the device's flag; that flag on its way to a host that awaits it).
 
-        Not under ZeRO: its step sends messages, also where a kernel skips, so all ranks must decide in one way.
+        A step whose flag is on its way is queued before the host waits. The host decides before the step where one that
+        is to be skipped must not begin: under ZeRO, whose step sends messages, so that all ranks must go one way; where
+        a write to the model would raise; and in a CUDA graph.
         """
-        return not self._on_host and self.inner is self.optimizer and bool(self._stepper.skips_on_device())
-
-    def _may_await(self) -> bool:
-        """Whether the host may learn of the decision behind the launch: not if what comes before that could raise."""
-        if self.model_writes.policy == "error":
-            return False
-        return not any([backends.captures(each.device) for each in self.params.devices])  # noqa: C419
+        if self._on_host or self.inner is not self.optimizer or not self._stepper.skips_on_device():
+            return bool(check.found_inf), None
+        if not self._must_know(check):
+            return check.found_inf, None
+        is_captured = any([backends.captures(each.device) for each in self.params.devices])  # noqa: C419
+        if is_captured or self.model_writes.policy == "error":
+            return bool(check.found_inf), None
+        return check.found_inf, kernels.AwaitedFlag(check.found_inf)
 
     def _must_know(self, check: OverflowCheck) -> bool:
         """Whether the host has to know at the end of the step whether it was skipped."""

@@ -179,7 +179,7 @@ class Trace(TorchDispatchMode):
         """The memory that a kernel is given the address of."""
         place = bisect.bisect_right(self._starts, address) - 1
         block = self._blocks[self._starts[max(place, 0)]]
-        assert block.start <= address < block.start + block.size, f"nobody holds the memory at {address:#x}"
+        assert block.start <= address < block.start + block.size, f"no block holds the memory at {address:#x}"
         return block
 
     # -- order

@@ -89,7 +89,7 @@ def _after_forward(_module: Any, _args: Any, output: Any) -> None:
 
 
 class _Hook:
-    """Tells the replicas of a forward. A copy or pickle of the module has one that tells nobody.
+    """Tells the replicas of a forward. A copy or pickle of the module has one that tells no replica.
 
     Args:
         replicas: is not kept alive; None for a copy.

@@ -6,7 +6,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,25 @@ from .settings import Settings
 from .waiting import explain, meet, own_group, reduce_over
 
 _HIGHEST = 7  # (2**128) ** 7 is within float64, with room for a sum, and so are small gradients
+
+
+class _Own(NamedTuple):
+    """What a rank brings to the message: float64, on its device.
+
+    Attributes:
+        flags: its verdicts.
+        any_found: 1.0 where one of them says that something was found.
+        loss_is_bad: 1.0 where it knows a loss of its own that is not finite.
+        last: its part of the norm: the sum of powers, or the largest magnitude.
+        number: of its settings.
+    """
+
+    flags: Tensor
+    any_found: Tensor
+    loss_is_bad: Tensor
+    last: Tensor
+    number: int
+    has_grads: bool
 
 
 class GroupRanks(Ranks):
@@ -115,7 +134,8 @@ class GroupRanks(Ranks):
         number = self._settings.number(asked, size)
         loss_is_bad = self._loss_is_bad(any_found, losses)
         reduced = self._largest if norm_type == math.inf else self._added_up
-        verdicts, last, there, origin, numbers = reduced(flags, any_found, loss_is_bad, last, number, has_grads, size)
+        own = _Own(flags, any_found, loss_is_bad, last, number, has_grads)
+        verdicts, last, there, origin, numbers = reduced(own, size)
         if self.device.type == "cpu":
             self._compare(asked, numbers, size)
         else:
@@ -127,17 +147,9 @@ class GroupRanks(Ranks):
             norm = torch.where(verdicts.amax().to(norm) > 0, torch.full_like(norm, math.inf), norm).to(home)
         return Agreed(list(verdicts.unbind()), norm, there, origin)
 
-    def _added_up(
-        self,
-        flags: Tensor,
-        any_found: Tensor,
-        loss_is_bad: Tensor,
-        last: Tensor,
-        number: int,
-        has_grads: bool,
-        size: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _added_up(self, mine: _Own, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """(verdicts, sum, whether some rank has gradients, the origin, numbers), over the ranks."""
+        flags, any_found, loss_is_bad, last, number, has_grads = mine
         several = [any_found] if len(flags) > 1 else []
         count = 1 + len(flags) + len(several)
         digits = digits_of(count - 1, size, flags.device)
@@ -151,17 +163,9 @@ class GroupRanks(Ranks):
         compared = torch.stack([numbers[count], total[-1]])
         return numbers[1 : 1 + len(flags)] > 0, total[-2], numbers[0] > 0, origin, compared
 
-    def _largest(
-        self,
-        flags: Tensor,
-        any_found: Tensor,
-        loss_is_bad: Tensor,
-        last: Tensor,
-        number: int,
-        has_grads: bool,
-        size: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _largest(self, mine: _Own, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """As :meth:`_added_up`, for the largest magnitude: of ranks that found something the last one is known."""
+        flags, any_found, loss_is_bad, last, number, has_grads = mine
         index = dist.get_rank(self.group)
         own = torch.tensor([has_grads, 2 + index, number, -number], dtype=flags.dtype, device=flags.device)
         code = torch.where(any_found > 0, own[1] + size * loss_is_bad, own[0])  # 1: there are gradients
