@@ -285,21 +285,52 @@ public:
         return draft.reading();
     }
 
-    // What is read of some lists, where all are of the forms of `known`; else None. A list that was just read comes as that.
-    py::object read_known(const py::list& lists, const py::list& likes, const py::list& known, const py::list& same) const {
+    // The lists of a call as tuples of `count` entries, and what is read of each, where all are of the forms of `known`; else
+    // None. `kept` are the tuples that `known` was read of, where they are the caller's own, and both become those of this call.
+    // With `rows` only the entries there are read, and `types` are the classes of all entries of each list. A list that several
+    // calls get, of the class `stable`, carries what was read of it; it is taken as it is where that was done right before.
+    py::object recognise(const py::tuple& lists, Py_ssize_t count, const py::list& known, const py::list& kept,
+                         const std::optional<std::vector<Py_ssize_t>>& rows, const py::list& types, py::handle stable) const {
+        if (lists.size() != known.size()) return py::none();
+        py::tuple held(lists.size());
+        for (size_t k = 0; k < lists.size(); ++k) {
+            PyObject* const given = PyTuple_GET_ITEM(lists.ptr(), Py_ssize_t(k));
+            PyObject* const entries = PyTuple_Check(given) ? py::handle(given).inc_ref().ptr() : PySequence_Tuple(given);
+            if (entries == nullptr) throw py::error_already_set();
+            PyTuple_SET_ITEM(held.ptr(), Py_ssize_t(k), entries);
+            if (PyTuple_GET_SIZE(entries) != count) return py::none();
+        }
+        const py::str has_reading("reading"), is_fresh("is_fresh");
         py::list found;
-        for (size_t k = 0; k < known.size(); ++k) {
-            py::object reading = lists[k];
-            if (!py::isinstance<Reading>(reading)) {
-                const Reading* const like = likes[k].is_none() ? nullptr : likes[k].cast<const Reading*>();
-                reading = read(reading, like, same[k].cast<bool>(), false);
+        for (size_t k = 0; k < lists.size(); ++k) {
+            const auto entries = py::reinterpret_borrow<py::tuple>(held[k]);
+            const auto& before = py::handle(PyList_GET_ITEM(known.ptr(), Py_ssize_t(k))).cast<const Reading&>();
+            const bool is_kept = entries.ptr() == PyList_GET_ITEM(kept.ptr(), Py_ssize_t(k));
+            py::object reading = py::none();
+            if (rows) {  // one may be there that was None
+                if (!are_of(entries, py::reinterpret_borrow<py::tuple>(types[k]))) return py::none();
+                py::tuple used(rows->size());
+                for (size_t place = 0; place < rows->size(); ++place) used[place] = entries[size_t((*rows)[place])];
+                reading = read(used, &before, is_kept, false);
+            } else if (py::type::handle_of(entries).is(stable)) {
+                reading = py::getattr(entries, has_reading);
+                if (reading.is_none() || !py::getattr(entries, is_fresh).cast<bool>()) {
+                    const bool is_read = !reading.is_none();
+                    reading = read(entries, is_read ? &reading.cast<const Reading&>() : &before, is_read, false);
+                }
+            } else {
+                reading = read(entries, &before, is_kept, false);
             }
-            if (reading.is_none() || !reading.cast<const Reading&>().lies_as(known[k].cast<const Reading&>())) {
-                return py::none();
-            }
+            if (reading.is_none() || !reading.cast<const Reading&>().lies_as(before)) return py::none();
             found.append(std::move(reading));
         }
-        return std::move(found);
+        for (size_t k = 0; k < lists.size(); ++k) {
+            const py::object entries = held[k];
+            if (!rows && py::type::handle_of(entries).is(stable)) py::setattr(entries, has_reading, found[k]);
+            known[k] = found[k];
+            kept[k] = PyTuple_CheckExact(PyTuple_GET_ITEM(lists.ptr(), Py_ssize_t(k))) ? entries : py::none();
+        }
+        return py::make_tuple(std::move(held), std::move(found));
     }
 
     // The gradients of tensors, and what was read of them, with their versions: each is met once. `known` are weak references to
@@ -323,8 +354,41 @@ public:
         return {std::move(grads), is_read ? draft.reading() : py::none()};
     }
 
+    // The gradients of tensors, and the versions and classes of these alone, or None where not all are there.
+    std::pair<py::list, py::object> count_gradients(const py::object& tensors) const {
+        const Items all(tensors);
+        py::list grads{size_t(all.size())};
+        auto forms = std::make_shared<Forms>();
+        auto counts = std::make_shared<Counts>();
+        counts->reserve(size_t(all.size()));
+        for (Py_ssize_t i = 0; i < all.size(); ++i) {
+            all.prefetch(i + kAhead);
+            PyObject* const grad = grad_(all.kept(i).ptr());
+            if (grad == nullptr) throw py::error_already_set();
+            PyList_SET_ITEM(grads.ptr(), i, grad);
+            if (grad == Py_None || counts == nullptr) {
+                counts.reset();
+                continue;
+            }
+            forms->note_type(py::type::handle_of(grad));
+            counts->push_back(version_of(version_, grad));
+        }
+        if (counts == nullptr) return {std::move(grads), py::none()};
+        auto made = std::make_unique<Reading>();
+        made->forms = std::move(forms);
+        made->counts = std::move(counts);
+        return {std::move(grads), py::cast(std::move(made))};
+    }
+
 private:
     static constexpr Py_ssize_t kAhead = 8;  // items
+
+    static bool are_of(const py::tuple& items, const py::tuple& types) {
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.ptr()); ++i) {
+            if (py::type::handle_of(PyTuple_GET_ITEM(items.ptr(), i)).ptr() != PyTuple_GET_ITEM(types.ptr(), i)) return false;
+        }
+        return true;
+    }
 
     // A reading that is being made.
     class Draft {
@@ -389,10 +453,7 @@ private:
         }
 
         void note(py::handle type, const Forms::Form& form, const DLTensor& now) {
-            const auto is_type = [type](const py::object& one) { return one.is(type); };
-            if (std::none_of(other_->types.begin(), other_->types.end(), is_type)) {
-                other_->types.push_back(py::reinterpret_borrow<py::object>(type));
-            }
+            other_->note_type(type);
             other_->each.push_back(form);
             other_->sizes.insert(other_->sizes.end(), now.shape, now.shape + now.ndim);
             other_->sizes.insert(other_->sizes.end(), now.strides, now.strides + now.ndim);
@@ -445,7 +506,9 @@ void bind_tensors(py::module_& module) {
             return py::make_tuple(py::type::of(py::none()), py::tuple());
         })
         .def("lies_as", &Reading::lies_as)
-        .def("__eq__", &Reading::operator==, py::is_operator())
+        .def("__eq__", [](const Reading& one, const py::object& other) {
+            return py::isinstance<Reading>(other) && one == other.cast<const Reading&>();
+        })
         .def("has_dtypes_of", [](const Reading& one, const Reading& other) {
             const auto &mine = one.forms->each, &others = other.forms->each;
             return std::equal(mine.begin(), mine.end(), others.begin(), others.end(),
@@ -458,8 +521,9 @@ void bind_tensors(py::module_& module) {
     py::class_<Reader>(module, "Reader")
         .def(py::init<py::object, py::object, const Getter&, const Getter&>())
         .def("read", &Reader::read)
-        .def("read_known", &Reader::read_known)
-        .def("gradients", &Reader::gradients);
+        .def("recognise", &Reader::recognise)
+        .def("gradients", &Reader::gradients)
+        .def("count_gradients", &Reader::count_gradients);
 }
 
 }  // namespace fp16opt

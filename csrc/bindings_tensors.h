@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <tuple>
@@ -20,6 +21,10 @@ struct Forms {
     std::vector<pybind11::object> types;  // which keeps the classes alive
 
     bool operator==(const Forms& other) const { return each == other.each && sizes == other.sizes; }
+    void note_type(pybind11::handle type) {
+        const auto is_type = [type](const pybind11::object& one) { return one.is(type); };
+        if (std::none_of(types.begin(), types.end(), is_type)) types.push_back(pybind11::reinterpret_borrow<pybind11::object>(type));
+    }
 };
 
 // How often each tensor of a list was written.

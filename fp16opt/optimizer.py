@@ -500,11 +500,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if verifies:
             self.params.verify_moved()
         groups = self.inner.param_groups
-        if self.params.has_changed(groups):
+        has_changed = self.params.has_changed(groups)
+        if has_changed:
             self.params.put_masters_back(groups)
-        if self.params.has_changed(groups):
+            has_changed = self.params.has_changed(groups)
+        if has_changed:
             self._follow_groups(groups, gives_up)
-        elif self.params.thawed():
+        elif self.params.unmastered and self.params.thawed():
             came_from = [n if pair.has_master else None for n, pair in enumerate(self.params.all)]
             self.params.sync(groups, self._names, self._adopt)
             convert_attributes(self.inner, self.params, self.lines)

@@ -37,25 +37,26 @@ class GradientStamp:
 
     def __init__(self, grads: Sequence[Tensor | None], are_zeros: bool = False) -> None:
         self.are_zeros = are_zeros
-        self._reading = _counted(grads)
-        self._versions = versions(grads) if self._reading is None else None
-        self._digests = _digests(grads) if self._reading is None else {}
+        self._counted = _counted(grads)
+        self._versions = versions(grads) if self._counted is None else None
+        self._digests = _digests(grads) if self._counted is None else {}
         self.references = references_to(grads)
         self.is_empty = not any_there(grads)
 
     @property
-    def was_read(self) -> bool:
-        """Whether it was read of these gradients how they lie in memory."""
-        return self._reading is not None
+    def was_counted(self) -> bool:
+        """Whether compiled code has read the versions of these gradients."""
+        return self._counted is not None
 
     def compare(self, now: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
         """(positions with another gradient, or a written one; positions where it was set to None)."""
         if len(now) != len(self.references):  # of others nothing is known
             return [], []
-        reading, then = _counted(now), self._reading
-        if None not in (reading, then) and reading.has_counts_of(then) and are_references_to(self.references, now):
-            return [], []
-        counted = versions(now) if reading is None else reading.counts
+        count, then = _counted(now), self._counted
+        if count is not None and then is not None and count.has_counts_of(then):
+            if are_references_to(self.references, now):
+                return [], []
+        counted = versions(now) if count is None else count.counts
         digests = _digests(now, self._digests) if self._digests else {}
         known = self._counts()
         if counted == known and digests == self._digests and are_references_to(self.references, now):
@@ -101,18 +102,18 @@ class GradientStamp:
 
     def _with(self, refs: list[weakref.ref[Any] | None], counted: list[int], digests: dict[int, int]) -> GradientStamp:
         made = copy.copy(self)
-        made.__dict__.update(references=refs, _reading=None, _versions=counted, _digests=digests)
+        made.__dict__.update(references=refs, _counted=None, _versions=counted, _digests=digests)
         return made
 
     def _counts(self) -> list[int]:
-        found: list[int] = self._reading.counts if self._versions is None else self._versions
+        found: list[int] = self._counted.counts if self._versions is None else self._versions
         return found
 
 
 def _counted(grads: Sequence[Tensor | None]) -> Any:
-    """What was read of gradients along with themselves, with their versions; None where there is none of it."""
-    reading = grads.reading if isinstance(grads, StableEntries) else None
-    return reading if reading is not None and reading.has_counts and reading.types == [Tensor] else None
+    """What compiled code has read of the versions of gradients; None where it did not."""
+    counted = grads.counted if isinstance(grads, StableEntries) else None
+    return counted if counted is not None and counted.types == [Tensor] else None
 
 
 def _digests(grads: Sequence[Tensor | None], positions: Iterable[int] | None = None) -> dict[int, int]:

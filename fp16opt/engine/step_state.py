@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels import AwaitedFlag
 from ..kernels.calls import StableEntries
-from ..kernels.tensor_lists import any_there, see_grads
+from ..kernels.tensor_lists import any_there, count_grads, see_grads
 from ..scaling import LossScaler
 from . import errors
 from .diagnostics import describe
@@ -88,7 +88,8 @@ class StepState(abc.ABC):
         self._scaler = scaler
         self._units = UnitScales()
         self._me = weakref.ref(self)
-        self._seen: Any = None  # how gradients lay when they were last seen
+        self._seen: Any = None  # how gradients lay when they were last seen; None where that could not be read
+        self._lay: Any = None  # how they lay when that was last read
 
     @property
     def standing(self) -> Any:
@@ -129,9 +130,11 @@ class StepState(abc.ABC):
     def _see(self) -> StableEntries:
         """The model's gradients, and all that is asked of each, in the order of the table."""
         stage = self.stage
-        known = stage.stamp.references if type(stage) is Checked and stage.stamp.was_read else None
-        grads = see_grads(self.params.models, self._seen, known)
+        known = stage.stamp.references if type(stage) is Checked and stage.stamp.was_counted else None
+        grads = see_grads(self.params.models, self._lay if known is None else self._seen, known)
         self._seen = grads.reading
+        if grads.reading is not None:
+            self._lay = grads.reading
         return grads
 
     def look(self) -> StableEntries:
@@ -334,7 +337,7 @@ class StepState(abc.ABC):
             if stage.pending:
                 self._fold(stage)
         elif type(stage) is Scaled and not self.replicas.local:  # those of no_sync are reduced by a later backward
-            self.stage = stage._replace(stamp=GradientStamp(self._see()))
+            self.stage = stage._replace(stamp=GradientStamp(count_grads(self.params.models)))
 
     def found_none(self) -> bool:
         """Whether the backward that has just ended has left no gradient at all."""

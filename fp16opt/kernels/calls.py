@@ -102,9 +102,11 @@ class StableEntries(tuple[Tensor | None, ...]):
         read: the positions in use, whether all are on the host, and the addresses and properties that were read there.
         reading: the same where compiled code reads them.
         is_fresh: whether that is taken as it is: see :class:`.tensor_lists.read_for_next`.
+        counted: what compiled code has read of versions; None where they were not read.
     """
 
     reading: Any = None
+    counted: Any = None
     is_fresh = False
     read: tuple[list[int] | None, bool, list[int], list[list[Any]]] | None = None
 
@@ -185,23 +187,29 @@ class Layouts:
     def __init__(self, lists: Sequence[tuple[Tensor | None, ...]], rows: list[int]) -> None:
         self._each = [Layout(entries, rows) for entries in lists]
 
-    def addresses(self, lists: Sequence[tuple[Tensor | None, ...]], stay: list[bool]) -> list[Any] | None:
-        """Of each list those of the tensors in use, where all lie in memory as the checks saw it; else None.
+    def find(self, lists: tuple[Entries, ...], count: int) -> tuple[Any, Any] | None:
+        """The lists as tuples, and of each the addresses of the tensors in use.
 
         Args:
-            lists: as they were given, or copies.
-            stay: of which lists the caller has given a tuple of its own: see :class:`CallCache`.
+            lists: as they were given. A tuple is the caller's own: see :class:`CallCache`.
+            count: of the entries of each.
+
+        Returns:
+            None where not all lie in memory as the checks saw it.
 
         Raises:
             RuntimeError: a tensor has no memory of its own.
         """
+        held = tuple([given if isinstance(given, tuple) else tuple(given) for given in lists])
+        if set(map(len, held)) != {count}:
+            return None
         found: list[Any] = []
-        for layout, entries, stays in zip(self._each, lists, stay, strict=True):
-            addresses = layout.addresses(entries, stays)
+        for layout, entries, given in zip(self._each, held, lists, strict=True):
+            addresses = layout.addresses(entries, type(given) is tuple)
             if addresses is None:
                 return None
             found.append(addresses)
-        return found
+        return held, found
 
 
 @dataclass
@@ -397,15 +405,12 @@ class CallCache:
         if known is None or known[0].operation is not (operation.planned_as or operation):
             return None
         plan, layouts = known
-        held = tuple([given if isinstance(given, tuple) else tuple(given) for given in lists])
-        if set(map(len, held)) != {plan.count}:
-            return None
         try:
             with torch._C.DisableTorchFunction():  # of subclasses too, torch's own attributes are what counts
-                addresses = layouts.addresses(held, [type(given) is tuple for given in lists])
+                found = layouts.find(lists, plan.count)
         except RuntimeError:  # a tensor without an address; the checks say which
             return None
-        return None if addresses is None else Call(operation, plan, held, addresses, self)
+        return None if found is None else Call(operation, plan, *found, self)
 
     def keep(self, plan: Plan, layouts: Any) -> None:
         """Remember how lists that were checked lie in memory: :class:`Layouts`, or their like."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .calls import Layouts, StableEntries
+from .calls import Entries, Layouts, StableEntries
 
 _GRAD: Any = torch.Tensor.grad  # torch's own descriptors
 _VERSION: Any = torch.Tensor._version
@@ -160,7 +160,19 @@ def see_grads(
     with torch._C.DisableTorchFunctionSubclass():
         grads, reading = reader.gradients(tensors, like, known)
     found = StableEntries(grads)
-    found.reading = reading
+    found.reading = found.counted = reading
+    return found
+
+
+def count_grads(tensors: Sequence[Tensor]) -> StableEntries:
+    """:func:`see_grads`, with versions alone."""
+    reader = None if native.module is None else _reader()
+    if reader is None:
+        return StableEntries(grads_of(tensors))
+    with torch._C.DisableTorchFunctionSubclass():
+        grads, counted = reader.count_gradients(tensors)
+    found = StableEntries(grads)
+    found.counted = counted
     return found
 
 
@@ -208,35 +220,18 @@ class ReadLayouts:
 
     def __init__(self, lists: Sequence[tuple[Tensor | None, ...]], rows: list[int], readings: list[Any]) -> None:
         self._rows = None if len(rows) == len(lists[0]) else rows
-        self._types = [list(map(type, entries)) for entries in lists]
+        self._types = [] if self._rows is None else [tuple(map(type, entries)) for entries in lists]
         self._readings = readings
         self._kept: list[Any] = [None] * len(lists)
 
-    def addresses(self, lists: Sequence[tuple[Tensor | None, ...]], stay: list[bool]) -> list[Any] | None:
-        """See :meth:`.calls.Layouts.addresses`. What was read of each list stands for its addresses."""
-        rows, reader = self._rows, None if native.module is None else _reader()
+    def find(self, lists: tuple[Entries, ...], count: int) -> tuple[Any, Any] | None:
+        """See :meth:`.calls.Layouts.find`. What was read of each list stands for its addresses."""
+        reader = None if native.module is None else _reader()
         if reader is None:
             return None
-        if rows is not None and self._types != [list(map(type, entries)) for entries in lists]:
-            return None  # one may be there that was None
-        likes, same = list(self._readings), list(map(operator.is_, lists, self._kept))
-        given: list[Any] = list(lists)
-        for place, entries in enumerate(lists):
-            if rows is not None:
-                given[place] = tuple(map(entries.__getitem__, rows))
-            elif type(entries) is StableEntries and entries.reading is not None:
-                likes[place], same[place] = entries.reading, True
-                if entries.is_fresh:
-                    given[place] = entries.reading
-        readings: list[Any] | None = reader.read_known(given, likes, self._readings, same)
-        if readings is None:
-            return None
-        for place, entries in enumerate(lists):
-            if type(entries) is StableEntries and rows is None:
-                entries.reading = readings[place]
-        self._readings = readings
-        self._kept = [entries if stays else None for entries, stays in zip(lists, stay, strict=True)]
-        return readings
+        known = self._readings, self._kept, self._rows, self._types
+        found: tuple[Any, Any] | None = reader.recognise(lists, count, *known, StableEntries)
+        return found
 
 
 def layouts_of(lists: Sequence[tuple[Tensor | None, ...]], rows: list[int]) -> Any:
