@@ -826,7 +826,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._tell_of_missing_scale()
         skipped, awaited = self._decide(check)
         if skipped is not True:
-            self.model_writes.sync(waits=self._on_host)
+            self.model_writes.sync(waits=self._on_host, seen=self.params.sees())
             if closure is not None:
                 closure.before_step()
         return self._write_step(check, skipped, closure, awaited)

@@ -72,6 +72,8 @@ class Lines:
         [False, False]
     """
 
+    told: ClassVar[int] = 0
+    """How many lines were logged in this process: a handler of the user's may have run with each."""
     _living: ClassVar[weakref.WeakSet[Lines]] = weakref.WeakSet()
     _numbers = itertools.count(1)
     clock = staticmethod(time.monotonic)
@@ -137,6 +139,7 @@ class Lines:
         more = f" ({kind.left_out} more like it since the last.)" if kind.left_out else ""
         kind.times.append(now)
         kind.left_out = 0
+        Lines.told += 1
         to.log(level, f"{whole()}{more}{self._signature()}")
         return True
 

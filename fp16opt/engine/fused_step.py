@@ -21,7 +21,7 @@ from ..kernels.backends import captures
 from ..kernels.lists import is_dense
 from ..kernels.pieces import WHOLE, Piece
 from ..kernels.reference_steps import Factors
-from ..kernels.tensor_lists import are_items, hold
+from ..kernels.tensor_lists import are_items, hold, read_for_next
 from . import errors
 from .diagnostics import Lines
 from .dtensors import piece_of, pieces, raw_grads
@@ -495,7 +495,7 @@ class FusedStep:
     def _step_or_fall_back(self, has_hooks: bool, progress: Progress, found_inf: Tensor | None) -> None:
         """Runs between the optimizer's hooks, which may have changed its groups since :meth:`reason` looked."""
         try:
-            self._call_kernels(progress, found_inf)
+            self._call_kernels(progress, found_inf, is_read=self.params.sees() and not has_hooks)
             self._unserved = ""
         except CannotServe as unserved:
             self._unserved = str(unserved)
@@ -504,8 +504,11 @@ class FusedStep:
                 counters_to_host(self.optimizer)
                 self.fallback.step_within_hooks(progress)
 
-    def _call_kernels(self, progress: Progress, found_inf: Tensor | None) -> None:
+    def _call_kernels(self, progress: Progress, found_inf: Tensor | None, is_read: bool) -> None:
         """The step alone. All calls are planned, and all obstacles found, before the first call is made.
+
+        Args:
+            is_read: whether the step has read models and gradients, and no other code has run since.
 
         Raises:
             CannotServe: a kernel can't take it; nothing was stepped.
@@ -522,7 +525,7 @@ class FusedStep:
             for call in plan.calls:
                 at = [device.positions[row] for row in call.rows] if len(call.rows) < len(device) else device.positions
                 progress.parts.append(KernelPart(at, call.cache, functools.partial(call.close, flag)))
-                self._call(device, call, options, grads, flag, number)
+                self._call(device, call, options, grads, flag, number, is_read)
         self.masters.ties.clear()
 
     def _call(
@@ -533,23 +536,28 @@ class FusedStep:
         grads: GradsToStep,
         found_inf: Tensor | None,
         number: int,
+        is_read: bool,
     ) -> None:
         values: Sequence[Tensor | None] = grads.grads
+        models: Sequence[Tensor | None] = call.models
         if len(call.rows) < len(values):
             values = [None if master is None else grad for grad, master in zip(values, call.masters, strict=True)]
-        call.spec.call(
-            {"grads": values, "masters": call.masters, **call.state},
-            options,
-            call.group_of,
-            grads.factors,
-            call.first,
-            models=None if call.on_weights else call.models,
-            stats=None if call.on_weights else device.cast,
-            found_inf=found_inf,
-            cache=call.cache,
-            number=number,
-            pieces=call.pieces,
-        )
+        elif is_read:
+            models = device.apart_read(device.seen)
+        with read_for_next(*((values, models) if is_read else ())):
+            call.spec.call(
+                {"grads": values, "masters": call.masters, **call.state},
+                options,
+                call.group_of,
+                grads.factors,
+                call.first,
+                models=None if call.on_weights else models,
+                stats=None if call.on_weights else device.cast,
+                found_inf=found_inf,
+                cache=call.cache,
+                number=number,
+                pieces=call.pieces,
+            )
         call.close(found_inf)
 
     # -- plans -------------------------------------------------------------------------------------------------------

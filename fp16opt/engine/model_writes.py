@@ -203,10 +203,11 @@ class ModelWrites:
 
     # -- weights that other code wrote ----------------------------------------------------------------------------
 
-    def sync(self, waits: bool = True) -> None:
+    def sync(self, waits: bool = True, seen: bool = False) -> None:
         """Follow the policy where weights hold other values than their masters.
 
         Args:
+            seen: whether the call has read the models, and no other code has run since.
             waits: False leaves the comparison to the device, where the policy is "refresh"; :meth:`warn_now` says what
                 was taken.
 
@@ -223,7 +224,7 @@ class ModelWrites:
             self.params.find_pieces()
         if self.policy == "ignore" or not self.params.any_apart:
             return
-        readings = [group.read_models() for group in self._groups]
+        readings = [(group.seen if seen else None) or group.read_models() for group in self._groups]
         counted = self._versions_of(readings)
         if self.policy == "refresh" and not waits and not self.masters.ties:
             self._take_on_device(counted)

@@ -23,7 +23,7 @@ from ..kernels.lists import is_dense
 from ..kernels.tensor_lists import are_items, read
 from . import errors
 from .arguments import quoted
-from .diagnostics import describe
+from .diagnostics import Lines, describe
 from .dtensors import check_whole, is_sharded, local, pieces, raw_grad
 
 HALF_DTYPES = kernels.HALF_DTYPES
@@ -51,6 +51,7 @@ class DeviceParams:
         is_host: whether they can be read at once, without waiting for work that was queued.
         cast: what the last rounding of masters to the model found.
         caches: the kernels' caches for lists of these rows, by call site.
+        seen: what :meth:`lies_as_before` has read of the models, with versions; None where that can't be read.
     """
 
     def __init__(self, device: torch.device, positions: list[int], pairs: list[ParamPair]) -> None:
@@ -64,7 +65,7 @@ class DeviceParams:
         self.caches: defaultdict[str, kernels.CallCache] = defaultdict(kernels.CallCache)
         self.models: tuple[Tensor, ...] = ()
         self.masters: tuple[Tensor, ...] = ()
-        self._lie: Any = None  # how the models' memory lies, where compiled code reads it
+        self.seen: Any = None
         self._addresses: list[int] | None = None
         self.find_pieces()
 
@@ -73,16 +74,16 @@ class DeviceParams:
 
     def lies_as_before(self) -> bool:
         """Whether no parameter of the model has moved since this was last asked. Does not sync."""
-        before, before_at = self._lie, self._addresses
-        self._lie = read(self.models, before, same=True)
-        if self._lie is not None:
-            return bool(self._lie == before)
+        before, before_at = self.seen, self._addresses
+        self.seen = read(self.models, before, same=True, counts=True)
+        if self.seen is not None:
+            return bool(self.seen == before)
         self._addresses = [model.data_ptr() for model in self.models]
         return before_at == self._addresses
 
     def read_models(self) -> Any:
         """What :func:`~fp16opt.kernels.tensor_lists.read` reads of the models, with versions. Does not sync."""
-        return read(self.models, self._lie, same=True, counts=True)
+        return read(self.models, self.seen, same=True, counts=True)
 
     def apart_read(self, reading: Any) -> Sequence[Tensor | None]:
         """``apart_models``; with what was just read of ``models``, where these are the same."""
@@ -101,7 +102,7 @@ class DeviceParams:
         for pair in self._shared:
             pair.follow_memory()
         if len(self.models) != len(models) or not are_items(models, self.models):
-            self.models, self._lie = tuple(models), None
+            self.models, self.seen = tuple(models), None
             self.apart_models = tuple(
                 [m if pair.is_apart else None for pair, m in zip(self.pairs, models, strict=True)]
             )
@@ -170,6 +171,8 @@ class ParamTable:
         generation: grows with every change of parameters, masters or optimizer state that is not a step. A plan holds
             while it stands.
         layout: grows where parameters were laid out in other strides or memory of other kinds.
+        looked_at: how many log lines there had been when :meth:`verify_moved` last read the models. A handler of a later
+            one may have written them.
         models, masters, names: of each pair.
         devices: in the order of their first parameters.
         elsewhere: model parameters whose masters are on other ranks.
@@ -183,7 +186,7 @@ class ParamTable:
     """
 
     def __init__(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt) -> None:
-        self.generation = self.layout = 0
+        self.generation = self.layout = self.looked_at = 0
         self.elsewhere: list[Tensor] = []
         self.called_elsewhere: list[str] = []
         self.names_elsewhere: list[str] | None = None
@@ -323,6 +326,7 @@ class ParamTable:
 
     def verify_moved(self) -> None:
         """:meth:`verify`, where a parameter lies at another address than before. Does not sync."""
+        self.looked_at = Lines.told
         if self.has_dtensors:
             self.find_pieces()
         if not all([device.lies_as_before() for device in self.devices]):  # noqa: C419
@@ -330,6 +334,10 @@ class ParamTable:
             for pair in self.all:
                 pair.follow_memory()
             self.layout += 1
+
+    def sees(self) -> bool:
+        """Whether no log line has run code of the user's since the models were read, by the call that is at work."""
+        return self.looked_at == Lines.told
 
     def verify(self) -> None:
         """Raise ``RuntimeError`` naming the first parameter whose dtype, shape or device was changed since it came."""

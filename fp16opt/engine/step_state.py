@@ -888,7 +888,10 @@ class StepState(abc.ABC):
     def to_step(self, device: DeviceParams) -> GradsToStep:
         """A device's gradients as a step takes them."""
         stage = self.standing
-        return self.gradients.to_step(device, stage.waiting if type(stage) is Checked else None)
+        found = self.gradients.to_step(device, stage.waiting if type(stage) is Checked else None)
+        if found.scaled and isinstance(found.grads, StableEntries) and len(self.gradients.each) == 1:
+            found.grads.reading = self._seen  # which is of these, as the stamps told: see :meth:`look`
+        return found
 
     def begin_step(self, check: OverflowCheck, skipped: bool | Tensor, awaited: AwaitedFlag | None) -> Progress:
         """STEPPING: from here on something is written, and a master's ``.grad`` is the tensor that is there."""

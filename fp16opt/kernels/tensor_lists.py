@@ -193,18 +193,18 @@ def read(tensors: Sequence[Tensor | None], like: Any = None, same: bool = False,
 
 
 class read_for_next:
-    """Within, calls take what was read of a list, right before, as it is."""
+    """Within, calls take what was read of lists, right before, as it is."""
 
-    def __init__(self, entries: Sequence[Tensor | None]) -> None:
-        self._entries = entries
+    def __init__(self, *lists: Sequence[Tensor | None]) -> None:
+        self._read = [entries for entries in lists if isinstance(entries, StableEntries)]
 
     def __enter__(self) -> None:
-        if isinstance(self._entries, StableEntries):
-            self._entries.is_fresh = self._entries.reading is not None
+        for entries in self._read:
+            entries.is_fresh = entries.reading is not None
 
     def __exit__(self, *_: object) -> None:
-        if isinstance(self._entries, StableEntries):
-            self._entries.is_fresh = False
+        for entries in self._read:
+            entries.is_fresh = False
 
 
 class ReadLayouts:
