@@ -6,6 +6,7 @@ Nothing here imports torch.distributed: a DTensor is known by what it carries.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,17 @@ _GRAD: Any = Tensor.grad  # torch's own descriptor
 def is_sharded(tensor: object) -> bool:
     """Whether this is a DTensor, or a class of these."""
     return hasattr(tensor, "_local_tensor")
+
+
+@functools.lru_cache(maxsize=256)
+def _is_sharded_class(kind: type) -> bool:
+    """:func:`is_sharded` of a class: where it is none, Python makes a message that says so, each time it is asked."""
+    return is_sharded(kind)
+
+
+def any_sharded(tensors: Sequence[Any]) -> bool:
+    """Whether one of them is a DTensor."""
+    return any(map(_is_sharded_class, types_of(tensors)))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -42,7 +54,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def pieces(tensors: Sequence[Any]) -> list[Tensor]:
     """:func:`local` of each, in fewer calls."""
-    if not any(map(is_sharded, types_of(tensors))):
+    if not any_sharded(tensors):
         return list(tensors)
     found = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     return found if set(map(type, found)) <= _PLAIN else list(map(local, tensors))
@@ -63,7 +75,7 @@ any_raw_grad = any_grad
 def versions(tensors: Sequence[Tensor | None]) -> list[int]:
     """:func:`version` of each; -1 where there is none."""
     counted = versions_of(tensors)
-    if not any(map(is_sharded, types_of(tensors))):
+    if not any_sharded(tensors):
         return counted
     found = pieces(tensors)
     inner = zip(counted, versions_of(found), tensors, found, strict=True)

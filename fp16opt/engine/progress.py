@@ -20,6 +20,10 @@ from torch.optim import Optimizer
 from .. import kernels
 from ..kernels.tensor_lists import versions_of
 from .dtensors import version, versions
+from .schema import is_torch_class
+
+
+_chain = itertools.chain.from_iterable
 
 
 class Part(Protocol):
@@ -83,13 +87,17 @@ class OwnPart:
         self.returned: deque[Any] = deque(maxlen=1)
         self._masters = masters
         self._optimizer = optimizer
+        self._is_torchs = is_torch_class(optimizer)
         self._then = versions(masters)
         self._state_then = self._versions_of_state()
 
     def _versions_of_state(self) -> list[int]:
         entries = list(self._optimizer.state.values())
+        values = map(dict.values, entries)
+        # The first of an entry is what torch's own steps write first of it: the counter, where there is one.
+        looked_at = [next(iter(of_one), None) for of_one in values] if self._is_torchs else list(_chain(values))
         try:
-            return versions_of(list(itertools.chain.from_iterable(map(dict.values, entries))))
+            return versions_of(looked_at)
         except (AttributeError, TypeError, RuntimeError):  # not all are plain tensors that count versions
             return [version(value) for entry in entries if isinstance(entry, dict) for value in _tensors(entry)]
 

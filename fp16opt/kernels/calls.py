@@ -233,6 +233,9 @@ class Plan:
         compiled: what a compiled backend made of ``direct``, or None.
         trusted: kernels that were found to be right: (the name of CUDA's, whether it is the one that marks).
         grouped: of a step, the ``group_of`` that was found to fit, and the number of groups.
+        stats: those that were found to fit at the last call; their tensors stay.
+        options: of a step, those of the last call, where they are numbers alone.
+        packed: these as compiled code on the CPU reads them.
     """
 
     operation: Operation
@@ -250,6 +253,9 @@ class Plan:
     compiled: Any = field(default=None)
     trusted: set[tuple[str, bool]] = field(default_factory=set)
     grouped: tuple[Any, int] = (None, 0)
+    stats: Given | None = None
+    options: tuple[Any, ...] = ()
+    packed: bytes = b""
 
 
 class Call(NamedTuple):
@@ -327,17 +333,17 @@ class Call(NamedTuple):
             TypeError, ValueError: an argument is of another kind. Nothing is written then.
         """
         plan, operation = self.plan, self.operation
-        cast = next((value for value in given if isinstance(value, CastStats)), None)
-        marks = None if cast is None else cast.marks
-        call = self.served(marks)
-        if call is not self:
-            return call.run(*given, flags=flags, writes=writes)
         values: list[Any] = []
         written: list[Tensor] = []
+        cast: CastStats | None = None
         for argument, value in zip(operation.arguments, given, strict=True):
             if isinstance(value, Given):
-                name, rows = value.rows
-                check_result(operation.name, name, rows, plan.count, argument.dtype or rows.dtype, plan.device)
+                if value is not plan.stats:
+                    name, rows = value.rows
+                    check_result(operation.name, name, rows, plan.count, argument.dtype or rows.dtype, plan.device)
+                    plan.stats = value
+                if isinstance(value, CastStats):
+                    cast = value
                 values += value.passed
                 written += value.results
                 continue
@@ -352,6 +358,10 @@ class Call(NamedTuple):
                 f"{operation.name}: accumulate has {len(flags)} entries, {operation.lists[0]} has {plan.count}. "
                 "Give one each."
             )
+        marks = None if cast is None else cast.marks
+        call = self.served(marks)
+        if call is not self:
+            return call.run(*given, flags=flags, writes=writes)
         if plan.by_reference:
             self.returned.append(BEGUN)
             with torch.no_grad(), marking(None if cast is None else cast.changed, self.rounded, plan.by_reference):

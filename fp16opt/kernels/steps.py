@@ -25,6 +25,7 @@ from .reference_changed import marking
 from .reference_steps import Factors, OneStep, StepValues
 from .stats import CastStats, check_result
 from .table import step_operation
+from .tensor_lists import are_items
 
 __all__ = ["Factors", "LionOptions", "Step", "StepValues", "multi_tensor_step", "run_step", "step_columns", "steps_of"]
 
@@ -130,16 +131,19 @@ def _check_values(operation: Operation, values: StepValues, plan: Plan) -> None:
     """Raise unless the values fit the lists."""
     count, device = plan.count, plan.device
     inv_scale, coefficient = values.factors
-    numbers = {"factors.inv_scale": inv_scale, "factors.coefficient": coefficient}
+    check_result(operation.name, "factors.inv_scale", inv_scale, 1, torch.float32, device)
+    check_result(operation.name, "factors.coefficient", coefficient, 1, torch.float32, device)
     if values.found_inf is not None:
-        numbers["found_inf"] = values.found_inf
-    for name, number in numbers.items():
-        check_result(operation.name, name, number, 1, torch.float32, device)
-    if values.stats is not None:
+        check_result(operation.name, "found_inf", values.found_inf, 1, torch.float32, device)
+    if values.stats is None:
+        if "models" in operation.lists:
+            raise ValueError(
+                f"{operation.name}: stats must be given along with models, got None. Use CastStats.allocate."
+            )
+    elif values.stats is not plan.stats:
         name, rows = values.stats.rows
         check_result(operation.name, name, rows, count, torch.int32, device)
-    elif "models" in operation.lists:
-        raise ValueError(f"{operation.name}: stats must be given along with models, got None. Use CastStats.allocate.")
+        plan.stats = values.stats
     for name, each in (("group_of", values.group_of), ("first", values.first)):
         if not isinstance(each, bool) and len(each) != count:
             raise ValueError(f"{operation.name}: {name} has {len(each)} entries, grads has {count}. Give one each.")
@@ -168,11 +172,14 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
         TypeError, ValueError, RuntimeError: as :func:`multi_tensor_step`.
     """
     operation = step.operation
-    check_options(operation.name, step.options, values.options)
-    given = tuple(entries for entries in lists if entries is not None)
+    given = tuple([entries for entries in lists if entries is not None])
     pieces = None if values.pieces is None else tuple(values.pieces)
     call = checked(operation, given, cache, getattr(values.factors[0], "device", None), pieces)
     plan = call.plan
+    are_known = len(values.options) == len(plan.options) and are_items(values.options, plan.options)
+    if not are_known:
+        check_options(operation.name, step.options, values.options)
+        plan.options = ()
     _check_values(operation, values, plan)
     call = call.served(None if values.stats is None else values.stats.marks)
     plan = call.plan
@@ -195,8 +202,12 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
     if plan.serving is cuda:
         cuda_steps.launch(call, values._replace(options=list(map(step.packed, values.options))))
     elif plan.serving is not None and plan.direct:
-        packed = map(step.packed, values.options)
-        groups = b"".join(itertools.starmap(PACKS[operation.cuda], packed))
+        if not are_known:
+            packed = map(step.packed, values.options)
+            plan.packed = b"".join(itertools.starmap(PACKS[operation.cuda], packed))
+            numbers_alone = all(not isinstance(one, Tensor) for one in itertools.chain(*values.options))
+            plan.options = tuple(values.options) if numbers_alone else ()
+        groups = plan.packed
         stats, number = values.stats, values.number & 0xFFFFFFFF
         found = (0, 0, 0) if stats is None else (stats.overflow, *stats.marks)
         behind = [step.functor, *values.factors, *found, stats is not None, values.group_of, groups, number]
