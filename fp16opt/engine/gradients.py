@@ -211,9 +211,9 @@ class DeviceGradients:
             if stable.reading is None and self._lie is not None:
                 stable.reading = read(stable)
             reading = stable.reading
-            if reading is not None and self._lie is not None:
-                if reading.types == [Tensor] and reading.has_dtypes_of(self._lie):
-                    return Waiting(stable, factors, {})
+            is_read = reading is not None and self._lie is not None
+            if is_read and reading.types == [Tensor] and reading.has_dtypes_of(self._lie):
+                return Waiting(stable, factors, {})
         else:
             there = [grad for grad in there if grad is not None]
             dtypes = [dtype for grad, dtype in zip(grads, dtypes, strict=True) if grad is not None]

@@ -171,8 +171,8 @@ class ParamTable:
         generation: grows with every change of parameters, masters or optimizer state that is not a step. A plan holds
             while it stands.
         layout: grows where parameters were laid out in other strides or memory of other kinds.
-        looked_at: how many log lines there had been when :meth:`verify_moved` last read the models. A handler of a later
-            one may have written them.
+        looked_at: how many log lines there had been when :meth:`verify_moved` last read the models. A handler of a
+            later one may have written them.
         models, masters, names: of each pair.
         devices: in the order of their first parameters.
         elsewhere: model parameters whose masters are on other ranks.

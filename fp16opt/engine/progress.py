@@ -22,7 +22,6 @@ from ..kernels.tensor_lists import versions_of
 from .dtensors import version, versions
 from .schema import is_torch_class
 
-
 _chain = itertools.chain.from_iterable
 
 

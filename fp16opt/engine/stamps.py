@@ -53,9 +53,9 @@ class GradientStamp:
         if len(now) != len(self.references):  # of others nothing is known
             return [], []
         count, then = _counted(now), self._counted
-        if count is not None and then is not None and count.has_counts_of(then):
-            if are_references_to(self.references, now):
-                return [], []
+        is_same = count is not None and then is not None and count.has_counts_of(then)
+        if is_same and are_references_to(self.references, now):
+            return [], []
         counted = versions(now) if count is None else count.counts
         digests = _digests(now, self._digests) if self._digests else {}
         known = self._counts()

@@ -420,7 +420,7 @@ class CallCache:
                 found = layouts.find(lists, plan.count)
         except RuntimeError:  # a tensor without an address; the checks say which
             return None
-        return None if found is None else Call(operation, plan, *found, self)
+        return None if found is None else Call(operation, plan, found[0], found[1], self)
 
     def keep(self, plan: Plan, layouts: Any) -> None:
         """Remember how lists that were checked lie in memory: :class:`Layouts`, or their like."""

@@ -414,3 +414,27 @@ def test_a_log_handler_may_give_a_weight_other_memory_in_the_midst_of_a_step(mas
     assert float(weight[0]) == 5.0 - 0.125
     assert float(weight[1]) == 1.0 - 2 * 0.125
     assert float(old[0][1]) == 1.0 - 0.125
+
+
+@pytest.mark.missing_scale
+@pytest.mark.parametrize("fused", ["auto", False])
+def test_a_weight_that_a_log_handler_writes_in_the_midst_of_a_step_is_taken(fused: bool | str) -> None:
+    """The line that says that no loss scale was chosen comes between a step's first look at weights and its kernel."""
+    weight = torch.nn.Parameter(torch.ones(64, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=0.5), fused_step=fused)
+    old: list[Tensor] = []
+
+    class Writing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "loss scaling" in record.getMessage():
+                old.append(weight.data)
+                weight.data = torch.full((64,), 3.0, dtype=torch.float16)
+
+    handler = Writing()
+    logging.getLogger("fp16opt").addHandler(handler)
+    try:
+        opt.backward(linear_loss([weight], [0.25]))
+        opt.step()
+    finally:
+        logging.getLogger("fp16opt").removeHandler(handler)
+    assert [weight.tolist(), old[0].tolist()] == [[3.0 - 0.125] * 64, [1.0] * 64]

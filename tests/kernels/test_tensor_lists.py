@@ -187,6 +187,30 @@ def test_memory_of_a_gradient_that_is_replaced_after_a_clip_is_what_is_stepped(w
     assert gone.isnan().all()
 
 
+def test_memory_that_a_hook_replaces_before_the_step_is_what_is_stepped(way: str) -> None:
+    """What the step read at its start does not count after code of the user's has run."""
+    params, opt = wrapped()
+    for _ in range(2):
+        backward(params, opt)
+        opt.step()
+    old: list[Tensor] = []
+
+    def move(*_: Any) -> None:
+        for tensor in (params[0], params[1].grad):
+            assert tensor is not None
+            old.append(tensor.data)
+            tensor.data = tensor.data.clone()
+        old[0].fill_(9.0)
+        old[1].fill_(9.0)
+
+    opt.optimizer.register_step_pre_hook(move)
+    backward(params, opt)
+    opt.clip_master_grads(1e6)
+    opt.step()
+    assert [param[0].item() for param in params] == [-1.125] * 3, "1 - lr * (1 + 1.5 + 1.75)"
+    assert [tensor.tolist() for tensor in old] == [[9.0] * 4] * 2
+
+
 def test_memory_of_state_that_is_replaced_is_what_is_stepped(way: str) -> None:
     params, opt = wrapped()
     for _ in range(2):
