@@ -543,7 +543,7 @@ class Gradients:
 
     def check_and_unscale(self, grads: Sequence[Tensor | None], inv_scale: Tensor) -> None:
         """:meth:`check`, and write true gradients to the masters, in one pass."""
-        with NamingChanges(self.params):
+        with torch.no_grad(), NamingChanges(self.params):
             for each, mine in self.by_device(grads):
                 each.check_and_unscale(mine, inv_scale.to(each.one.device))
 

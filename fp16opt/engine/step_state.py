@@ -531,11 +531,10 @@ class StepState(abc.ABC):
         """SCALED to CHECKED or, where true gradients are wanted or some can't wait, to UNSCALED."""
         stamp = GradientStamp(grads) if stage.stamp is None else stage.stamp
         waiting = None
-        with torch.no_grad():
-            if write:
-                self.gradients.check_and_unscale(grads, stage.scale.inv_scale)
-            else:
-                waiting = self.gradients.check(grads, stage.scale.inv_scale)
+        if write:
+            self.gradients.check_and_unscale(grads, stage.scale.inv_scale)
+        else:
+            waiting = self.gradients.check(grads, stage.scale.inv_scale)
         verdict = Verdict(((stage.scale.scaler, self.gradients.found_inf(self.device)),), has_grads=has_grads)
         if not self.replicas.local:
             verdict = self._noting_norm(verdict, stage.scale.scaler)
