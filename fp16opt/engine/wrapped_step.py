@@ -346,7 +346,10 @@ def run_step(
             around.enter_context(found_inf_given(optimizer, found_inf, progress))
         returned: deque[Any] = deque(maxlen=1) if part is None else part.returned
         try:
-            step = operator.methodcaller("step") if closure is None else operator.methodcaller("step", closure)
+            if closure is None:
+                step = _without_frame(optimizer) or operator.methodcaller("step")
+            else:
+                step = operator.methodcaller("step", closure)
             returned.extend(map(step, [optimizer]))  # one call of C runs it and notes its return
         except RuntimeError as error:
             explained = _explained(error, optimizer)
@@ -354,6 +357,26 @@ def run_step(
                 raise
             raise explained from error
         return returned[-1]
+
+
+_FRAME = Optimizer.profile_hook_step(lambda _: None).__code__
+"""Of what torch puts around the ``step`` of each optimizer class: its step hooks, and a frame for its profiler."""
+
+
+def _without_frame(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
+    """The class's own step, where neither hooks nor a profiler need torch's frame around it; else None.
+
+    Of a small step the frame takes a tenth. Where the step was patched, by a scheduler or other code, it is not asked.
+    """
+    method = _guarded(optimizer, "step")
+    patch = optimizer.__dict__.get("step") if method is None else method.inner
+    framed = type(optimizer).step
+    if patch is not None or getattr(framed, "__code__", None) is not _FRAME or has_step_hooks(optimizer):
+        return None
+    if torch.autograd.profiler._is_profiler_enabled:
+        return None
+    own: Callable[[Optimizer], Any] = framed.__wrapped__  # type: ignore[attr-defined]
+    return own
 
 
 def _explained(error: BaseException, optimizer: Optimizer) -> BaseException:

@@ -156,7 +156,6 @@ def test_the_original_goes_on_after_a_copy(mode: Mode, how: str) -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    import torch._dynamo  # else the first call does: errors that are caught on the way hold the frames that they met
 
     gc.disable()
     yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from typing import Any
 
@@ -290,3 +291,56 @@ def test_what_a_pre_hook_sets_counts_also_where_it_removes_itself(settings: dict
     plain.grad = torch.full((4,), 0.25)
     reference.step()
     assert torch.equal(next(opt.master_params()), plain)
+
+
+@pytest.mark.parametrize("watched", ["not at all", "by a profiler", "by a hook"])
+def test_a_wrapped_step_has_the_profilers_frame_where_somebody_watches(
+    watched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames: list[str] = []
+    true_frame = torch.autograd.profiler.record_function
+
+    def noted(name: str, *arguments: Any) -> Any:
+        frames.append(name)
+        return true_frame(name, *arguments)
+
+    p = ones()
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), fused_step=False)
+    one_step(opt, [p], [0.25])
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", noted)
+    if watched == "by a hook":
+        opt.optimizer.register_step_post_hook(lambda *_: None)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) if watched == "by a profiler" else contextlib.nullcontext():
+        one_step(opt, [p], [0.25])
+    assert frames.count("Optimizer.step#SGD.step") == (watched != "not at all")
+    assert p.tolist() == [1.0 - 2 * 0.125] * len(p)
+
+
+@pytest.mark.parametrize("where", ["class", "optimizer"])
+def test_code_that_is_put_around_a_wrapped_step_is_called(where: str) -> None:
+    """With ``functools.wraps``, as libraries do: torch's own mark of a step that has its frame is copied along."""
+
+    class Watched(SGD):
+        pass
+
+    p = ones()
+    opt = MixedPrecisionOptimizer(Watched([p], lr=0.5), fused_step=False)
+    calls: list[str] = []
+    inner = Watched.step
+
+    @functools.wraps(inner)
+    def around(self: Any, *arguments: Any, **settings: Any) -> Any:
+        calls.append("around")
+        return inner(self, *arguments, **settings)
+
+    if where == "class":
+        Watched.step = around  # type: ignore[method-assign]
+    else:
+        p = ones()
+        wrapped = Watched([p], lr=0.5)
+        wrapped.step = functools.partial(around, wrapped)  # type: ignore[method-assign]
+        opt = MixedPrecisionOptimizer(wrapped, fused_step=False)
+    one_step(opt, [p], [0.25])
+    assert calls == ["around"]
+    assert p.tolist() == [1.0 - 0.125] * len(p)
