@@ -276,3 +276,41 @@ def _known_of_released(kind: Kind, bad: bool, caplog: pytest.LogCaptureFixture) 
     assert after.counts[:2] == (2, int(bad))
     training.iterate()
     return lines.count, {"after": after, "third": Found(training.rows(), training.counts(), [])}
+
+
+def _stopped_backward(kind: Kind, lines: Lines) -> Training:
+    training = Training(kind)
+    training.iterate()
+    training.opt.zero_grad()
+    loss = sum(((p.float() - 0.5) ** 2).sum() for p in training.net.values())
+    try:
+        with lines():
+            training.opt.backward(loss)
+    except Stop as error:
+        training.stopped = error
+    return training
+
+
+@pytest.mark.parametrize("masters", ["full", "split", "split24"])
+def test_an_exception_in_a_backward_that_steps_leaves_each_parameter_stepped_or_not(masters: str) -> None:
+    """What was stepped is no write of others. ``zero_grad`` ends it, and nothing was counted."""
+    kind = Kind({"gradient_release": True, "loss_scale": 64.0, "master_weights": masters, "on_model_write": "error"})
+    lines, before = Lines(), Training(kind)
+    before.iterate()
+    after = _stopped_backward(kind, lines)
+    assert not any(map(torch.equal, before.rows(), after.rows()))
+    assert lines.count > 100
+    for at in range(1, lines.count + 1, STRIDE // 2):
+        cut = Lines(at)
+        training = _stopped_backward(kind, cut)
+        training.opt.zero_grad()
+        is_whole = training.counts()[0] == 2  # the exception came when autograd had called all hooks
+        rows = zip(training.rows(), before.rows(), after.rows(), strict=True)
+        assert all(torch.equal(row, b) or torch.equal(row, a) for row, b, a in rows), cut.where
+        training.check_model()
+        if is_whole:
+            training.opt.step()
+        training.iterate()
+        assert training.opt.stats()["steps"] == 2 + is_whole, cut.where
+        training.check_model()
+        training.stopped = None  # it holds frames, which hold this

@@ -161,11 +161,10 @@ def test_what_an_interrupted_backward_found_is_forgotten_with_it() -> None:
     """Of its parameters one was left alone, others stepped; the step after it is the first that counts."""
     net, opt = made()
     before = net.tied.weight.detach().clone()
-    handles = [net.norm.bias.register_hook(spoil), net.conv.weight.register_hook(lambda _: 1 / 0)]
+    handle = net.conv.weight.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        opt.backward(net(batch(torch.float16, 0)))
-    for handle in handles:
-        handle.remove()
+        opt.backward(net(batch(torch.float16, 0)) + math.nan * net.unused(torch.ones(3).half()).sum())
+    handle.remove()
     assert not torch.equal(net.tied.weight, before), "it was stepped"
     with pytest.raises(RuntimeError, match="a backward was interrupted"):
         opt.backward(net(batch(torch.float16, 0)))
@@ -174,6 +173,53 @@ def test_what_an_interrupted_backward_found_is_forgotten_with_it() -> None:
     train(net, opt, range(1))
     assert (opt.step_was_skipped, opt.overflow_report()) == (False, [])
     assert opt.state_dict()["steps"] == opt.stats()["steps"] == 1
+
+
+def test_a_checkpoint_ends_an_interruption() -> None:
+    net, opt = made()
+    saved, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(net.state_dict())
+    handle = net.conv.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        opt.backward(net(batch(torch.float16, 0)))
+    handle.remove()
+    net.load_state_dict(weights)
+    opt.load_state_dict(saved)
+    opt.backward(net(batch(torch.float16, 0)))
+    opt.step()
+    other, plain = made(release=False)
+    other.load_state_dict(weights)
+    train(other, plain, range(1))
+    assert_same([*net.parameters()], [*other.parameters()])
+
+
+def test_the_scale_is_that_of_backward_until_the_step() -> None:
+    net, opt = made()
+    opt.backward(net(batch(torch.float16, 0)))
+    with pytest.raises(RuntimeError, match="loss_scale was set between backward and step"):
+        opt.loss_scale = 8.0
+    opt.step()
+    assert opt.stats()["steps"] == 1
+    opt.loss_scale = 8.0
+    train(net, opt, range(1, 2))
+
+
+class Noting(StaticLossScaler):
+    """A user's own, that keeps the norms it is told."""
+
+    follows_norms = True
+    seen = 0.0
+
+    def see(self, norm: Tensor) -> None:
+        self.seen = float(norm)
+
+
+def test_a_scaler_that_follows_norms_is_told_the_largest() -> None:
+    scaler = Noting(64.0)
+    first, second = half(), half()
+    opt = MixedPrecisionOptimizer(SGD([first, second], lr=0.0), scaler=scaler, gradient_release=True)
+    opt.backward((first.float() * torch.tensor([3.0, 0.0, 4.0])).sum() + second.float().sum())
+    opt.step()
+    assert scaler.seen == 5.0
 
 
 def test_what_was_found_stays_with_its_parameter_where_groups_change_before_the_step() -> None:
@@ -210,7 +256,7 @@ def test_an_error_of_a_step_hook_leaves_the_step_to_be_counted_or_counted() -> N
         handle.remove()
         assert opt.state_dict()["steps"] == number
         assert opt.stats()["steps"] == 2 * (number - 1), "one that a pre hook stops is still to be counted"
-        with pytest.raises(RuntimeError, match="came that neither opt.backward"):
+        with pytest.raises(RuntimeError, match=r"came that neither opt\.backward"):
             net.unused(torch.ones(3).half()).sum().backward()
         net.unused.zero_grad()
         opt.step()
@@ -295,6 +341,12 @@ def test_fp32_parameters_that_are_unfrozen_are_stepped() -> None:
     before = net.norm.weight.detach().clone()
     train(net, opt, range(1))
     assert net.norm.weight.grad is None
+    assert not torch.equal(net.norm.weight, before)
+    net.norm.requires_grad_(False)  # which has a master by now
+    opt.add_param_group({"params": [half()]})
+    net.norm.requires_grad_(True)
+    before = net.norm.weight.detach().clone()
+    train(net, opt, range(1, 2))
     assert not torch.equal(net.norm.weight, before)
 
 
