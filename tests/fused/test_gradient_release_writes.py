@@ -95,6 +95,12 @@ def test_what_was_stepped_before_a_backward_raised_is_no_write(way: str) -> None
         opt.state_dict()
 
 
+def test_a_split_master_refuses_to_be_written() -> None:
+    opt = wrapped(net(), master_weights="split")
+    with pytest.raises(RuntimeError, match="a split master was to be written"), torch.no_grad():
+        opt.param_groups[0]["params"][0].add_(1.0)
+
+
 def test_a_write_is_an_error_where_that_is_asked() -> None:
     model = net()
     opt = wrapped(model, on_model_write="error")
