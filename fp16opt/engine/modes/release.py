@@ -141,6 +141,8 @@ class ParamSlot:
 class ReleasingState(SummingState):
     """READY -> RELEASING (a loss was scaled) -> READY (step); INTERRUPTED where a backward raised, until ``zero_grad``.
 
+    Nothing is ever summed: one backward a step has one scaler.
+
     Args:
         given: as :class:`~fp16opt.engine.step_state.StepState` has them.
         stepper: steps a parameter whose gradient has come.
