@@ -92,8 +92,7 @@ class _ByClass(MixedPrecisionOptimizer):
 
     def _way_to_scale(self) -> WayToScale:
         """As the wrapper's, for the class that a program names."""
-        setting = "gradient_release=True, loss_scale=1024.0" if self.gradient_release else "dynamic=True"
-        return WayToScale(f"fp16opt.optim.{type(self).__name__}(..., {setting})")
+        return WayToScale(f"fp16opt.optim.{type(self).__name__}(..., {self.config.arguments_that_scale})")
 
     def _masters_are_new(self) -> bool:
         """Whether masters have the model's values, and not those of a checkpoint. Syncs."""

@@ -34,8 +34,8 @@ from .engine.diagnostics import (
     warn_eps,
 )
 from .engine.folded import unmark
-from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
-from .engine.fused_step import FusedStep
+from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec
+from .engine.fused_step import FusedStep, PerParameterStepper
 from .engine.gradients import Gradients
 from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
 from .engine.missing_scale import WayToScale, underflow, warn_missing_scale, without_scale
@@ -45,7 +45,7 @@ from .engine.modes.bucketed_step import BucketedStep, Certified
 from .engine.modes.changes import Changes, require_tensors
 from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
 from .engine.modes.compatibility import check_groups, check_new_group, check_optimizer, make_state_format, required_by
-from .engine.modes.release import GradientRelease
+from .engine.modes.release import ReleasedStep, ReleasingState
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
 from .engine.outcome import Closing, Outcome, read_at_once
@@ -56,6 +56,7 @@ from .engine.replaced import ReplacedParams
 from .engine.schema import is_ours
 from .engine.stage import BackwardScale, OverflowCheck, Stepping, Summed
 from .engine.state_format import convert_all
+from .engine.step_state import StepState
 from .engine.wrapped_step import (
     HOOKS,
     STEP_HOOKS_OF_ALL,
@@ -264,7 +265,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if master_weights == "none":
             warn_eps(self.lines, self.inner.param_groups)
         self._changes = Changes(self.params) if self.config.track_changes else None
-        self.outcome = Outcome(self.lines)
+        self.outcome = Outcome(self.lines, all_or_nothing=not self.gradient_release)
         self._compose()
         convert_all(self._state_format, self.params.all, self.inner)
 
@@ -276,18 +277,20 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         facts = _weakly(me, MixedPrecisionOptimizer._facts, Facts([], []))
         round_down = _weakly(me, MixedPrecisionOptimizer._round_all, None)
         ranks = parallel.ranks_of(self.optimizer, self.params, self._names, facts, round_down)
-        self.gradients: Any
-        self.step_state: Any
-        if self.gradient_release:
-            parts = self.optimizer, self.params, self.masters, self.model_writes, self._state_format
-            self.gradients = self.step_state = GradientRelease(*parts, self.outcome.number, self.device)
-            self.outcome.release_steps()
-            return
         self.gradients = Gradients(self.params, self.masters)
         sums, scaler = self.grad_accumulation == "fp32", _weakly(me, _scaler_of, self.scaler)
-        self.step_state = SummingState(self.params, self.gradients, scaler, self.device, sums, ranks)
+        parts = self.params, self.gradients, scaler, self.device, sums, ranks
+        self.step_state: StepState
+        self._stepper: Stepper
+        if self.gradient_release:
+            stepped = self.params, self.masters, self._state_format, self.outcome.number
+            one = PerParameterStepper(require_fused_spec(type(self.optimizer)), self.optimizer, *stepped)
+            self.step_state = ReleasingState(*parts, stepper=one, model_writes=self.model_writes)
+            self._stepper = ReleasedStep(self.optimizer)
+        else:
+            self.step_state = SummingState(*parts)
+            self._stepper = self._make_stepper()
         own_masters(self.params, self.step_state, self.masters.mixed_in)
-        self._stepper: Stepper = self._make_stepper()
 
     def _make_stepper(self) -> Stepper:
         parts = self.params, self.masters, self.step_state
@@ -359,8 +362,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
-        ahead: int = self.step_state.steps_ahead() if self.gradient_release else 0
-        return self.outcome.steps_taken + ahead
+        return self.outcome.steps_taken + self.step_state.steps_ahead()
 
     def __repr__(self) -> str:
         inner = repr(self.optimizer).replace("\n", "\n  ")
@@ -370,7 +372,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
             f"optimizer_state: {self.optimizer_state!r}{self._state_kept()}, "
             f"gradient_release: {self.gradient_release!r}\n"
-            f"  step: {self._describe_step()}\n  memory: {self._measured()}\n)"
+            f"  step: {self._stepper.describe()}\n  memory: {self._measured()}\n)"
         )
 
     def _state_kept(self) -> str:
@@ -378,9 +380,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         asked = self.params.all if self.optimizer_state == "8bit" else []
         cut = [pair for pair in asked if state8.cut_within_blocks(pair.model)]
         return f" (FP32 for {self.params.describe(cut)}: shards begin within blocks of 128)" if cut else ""
-
-    def _describe_step(self) -> str:
-        return "fused, in backward" if self.gradient_release else self._stepper.describe()
 
     def _summary(self) -> str:
         """Counts of the kinds of parameters."""
@@ -450,8 +449,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _is_behind(self) -> bool:
         """Whether what is known is not what the groups hold, or a step was interrupted."""
-        if self.gradient_release:
-            return self.params.has_changed(self.inner.param_groups) or self.params.thawed()
         if type(self.step_state.stage) is Stepping:
             return not self._is_stepping()
         if self.params.has_changed(self.inner.param_groups):
@@ -471,7 +468,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _finish_interrupted(self) -> None:
         """Finish a step that an exception has stopped, if the last one was."""
-        if not self.gradient_release and type(self.step_state.stage) is Stepping and not self._is_stepping():
+        if type(self.step_state.stage) is Stepping and not self._is_stepping():
             self._finish_step()
 
     @outside_inference
@@ -491,7 +488,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 parameters came or went between a check and its step.
             TypeError, ValueError: a parameter can't be served. Nothing is changed then.
         """
-        if not self.gradient_release and type(self.step_state.stage) is Stepping:
+        if type(self.step_state.stage) is Stepping:
             if self._is_stepping():
                 return False
             self._finish_step()
@@ -542,11 +539,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self._changes is not None:
             self._changes.follow_params()
         self.model_writes.follow_params()
-        if self.gradient_release:
-            self.step_state.follow_params()
-        else:
-            self.step_state.follow_params(came_from, is_thaw)
-            own_masters(self.params, self.step_state, self.masters.mixed_in)
+        self.step_state.follow_params(came_from, is_thaw)
+        own_masters(self.params, self.step_state, self.masters.mixed_in)
         if self.params.has_dtensors:  # ask anew who must hear of overflows and norms
             facts = _weakly(weakref.ref(self), MixedPrecisionOptimizer._facts, Facts([], []))
             asked = functools.partial(parallel.ranks_of, self.optimizer, self.params, self._names, facts, lambda: None)
@@ -669,8 +663,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             RuntimeError: A parameter's dtype, shape or device was changed; a backward was interrupted; the gradients
                 were made under DDP's ``no_sync``; a GradScaler has unscaled them; or ``gradient_release=True``.
         """
-        if self.gradient_release:
-            self.step_state.refuse("update_master_grads")
         if self._look_at_groups():
             self.step_state.update()
 
@@ -713,8 +705,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.step_state.ranks.check_clip(norm_type, params is None)
         self._look_at_groups(verifies=False)  # the step looks
         of = None if params is None else self.params.chosen(params)
-        if self.gradient_release:
-            self.step_state.refuse("clip_master_grads")
         check: OverflowCheck | None = self.step_state.finalize(norm_type=norm_type, of=of, max_norm=max_norm)
         norm = None if check is None else check.norm
         if check is None or norm is None:
@@ -757,8 +747,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         max_value = check_number("max_value", max_value)
         self._look_at_groups()
         of = None if params is None else self.params.chosen(params)
-        if self.gradient_release:
-            self.step_state.refuse("clip_master_values")
         check: OverflowCheck | None = self.step_state.finalize(write=True)
         if check is not None:
             self.step_state.clip_values(max_value, check.found_inf, of)
@@ -814,8 +802,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _step_once(self, closure: EvaluatedClosure | None) -> Any:
         self._look_at_groups(rounds=False)  # the step rounds masters
-        if self.gradient_release:
-            return self._step_released()
         check = self._finalize(write=not self._stepper.takes_scaled())
         self.refuse_replaced(has_grads=check is not None)
         if check is None:
@@ -909,25 +895,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _named(self, positions: Iterable[int]) -> str:
         return describe([self.params.names[position] for position in sorted(positions)])
 
-    def _step_released(self) -> None:
-        """Parameters were stepped in backward: what is left are the wrapped optimizer's step hooks, and the count."""
-        check: OverflowCheck | None = self.step_state.finish()
-        if check is None:
-            self.refuse_replaced(has_grads=False)
-            self.model_writes.write_edited()
-            self.outcome.nothing()
-            return
-        if self._may_lack_scale:
-            self._tell_of_missing_scale()
-        self.model_writes.sync(waits=self._on_host)
-        skipped = bool(check.found_inf) if self._on_host else check.found_inf
-        try:
-            self.step_state.step()
-        finally:
-            self.model_writes.agree(rounded_all=False, waits=self._on_host)
-            self._record(check, skipped)
-            self._after_step(check, self.outcome.last)
-
     def _finalize(self, write: bool) -> OverflowCheck | None:
         """The check of the gradients as they are now; under a GradScaler, by torch's protocol."""
         if "found_inf" in self.__dict__:
@@ -951,25 +918,23 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _tell_of_missing_scale(self) -> None:
         """Warn where FP16 weights are about to be stepped without a loss scale, and none was chosen. Syncs."""
-        scale = self.step_state.scale
+        scale = self.step_state.standing.scale
         is_told = "found_inf" in self.__dict__ or scale.is_told  # a GradScaler's
         if not (is_told or scale.scaler.dynamic or float(scale.scale) != 1.0):
             pairs = without_scale(self.params.all)
-            lost = None if self.gradient_release else underflow(pairs, type(self.step_state.standing) is Summed)
+            lost = underflow(pairs, type(self.step_state.standing) is Summed)
             if pairs:
                 warn_missing_scale(self.lines, pairs, lost, self.way_to_scale, scale.is_plain)
         self._may_lack_scale = False
 
     def _way_to_scale(self) -> WayToScale:
         """In this face's words, unless a trainer has put its own in the place of ``way_to_scale``."""
-        if self.gradient_release:
-            return WayToScale("MixedPrecisionOptimizer(optimizer, gradient_release=True, loss_scale=1024.0)")
-        return WayToScale("MixedPrecisionOptimizer(optimizer, dynamic=True)")
+        return WayToScale(f"MixedPrecisionOptimizer(optimizer, {self.config.arguments_that_scale})")
 
     def check_external_scale(self) -> None:
         """Raise ``RuntimeError`` where a GradScaler can't be the one that scales, with both ways out."""
         state = self.step_state
-        made_here = not self.gradient_release and state.is_own()
+        made_here = state.is_own()
         if state.scales_by_one() and not made_here:
             return
         refusal = errors.SCALED_HERE_AND_THERE if made_here else errors.TWO_SCALES
@@ -999,7 +964,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def refuse_replaced(self, has_grads: bool) -> None:
         """Raise ``RuntimeError`` where the model has other parameters, with gradients, in the place of this one's."""
         if not self._replaced.is_over:
-            self._replaced.look(self.params.all, has_grads)
+            due = set(self.step_state.due()) if has_grads else set()
+            self._replaced.look([pair for pair in self.params.all if pair.position not in due], has_grads)
 
     # -- closures ----------------------------------------------------------------------------------------------------
 
@@ -1052,6 +1018,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         is to be skipped must not begin: under ZeRO, whose step sends messages, so that all ranks must go one way; where
         a write to the model would raise; and in a CUDA graph.
         """
+        if not self.outcome.all_or_nothing:  # what is left of the step runs, whatever was found
+            is_known = self._on_host or self._must_know(check)
+            awaited = kernels.AwaitedFlag(check.found_inf) if is_known else None
+            return check.found_inf, awaited
         if self._on_host or self.inner is not self.optimizer or not self._stepper.skips_on_device():
             return bool(check.found_inf), None
         if not self._must_know(check):
@@ -1075,7 +1045,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         The scale moves here, after the step: gradients were divided by the one that they were multiplied with.
         """
         state = self.step_state
-        stage = None if self.gradient_release else state.stage
+        stage = state.stage
         closing = Closing()
         if type(stage) is Stepping:
             closing = stage.progress.closing = stage.progress.closing or closing

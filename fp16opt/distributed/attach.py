@@ -58,7 +58,7 @@ def attach(
         ValueError: ranks have other parameters, groups or scaler settings, on every rank; ``opt`` has parameters that
             ``ddp_model`` lacks; ``process_group`` can't serve this optimizer, lacks a rank, or has two parameters of
             one name.
-        RuntimeError: there is no process group.
+        RuntimeError: there is no process group; or ``gradient_release=True`` under DDP.
 
     Syncs: yes.
     """
@@ -86,6 +86,11 @@ def attach(
         raise TypeError(
             "ddp_model: expected a DistributedDataParallel, a module with DTensor parameters, or None, got "
             f"{type(ddp_model).__name__}."
+        )
+    if ddp is not None and wrapper.config.gradient_release:
+        raise RuntimeError(
+            "attach: gradient_release=True takes gradients before DDP's reducer averages them, so it can't be attached "
+            "to a DDP module. Use gradient_release=False."
         )
     _leave_stages(wrapper)
     ranks = wrapper.step_state.ranks

@@ -119,8 +119,6 @@ class DdpReplicas(Compared):
         local: whether the last forward was made under ``no_sync``: its gradients stay on this rank.
     """
 
-    reduces = True
-
     def __init__(self, ddp: DistributedDataParallel, every: int, state: StepState) -> None:
         super().__init__(ddp.process_group, every)
         self.ddp = ddp

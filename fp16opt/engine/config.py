@@ -56,6 +56,11 @@ class Config:
         return self.master_weights in ("split", "split24")
 
     @property
+    def arguments_that_scale(self) -> str:
+        """The arguments that give a loss scale, beside those that were given, as the user writes them."""
+        return "gradient_release=True, loss_scale=1024.0" if self.gradient_release else "dynamic=True"
+
+    @property
     def required_by(self) -> str:
         """The argument that leaves no step but the fused one, as the user writes it; "" where there is none."""
         if self.optimizer_state == "8bit":

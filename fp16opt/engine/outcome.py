@@ -89,11 +89,13 @@ class Outcome:
 
     Args:
         lines: where it is logged.
+        all_or_nothing: whether a skipped step has stepped nothing. Else parameters are stepped one by one, and one that
+            counts as skipped has left alone some of them: it counts as taken too.
 
     Attributes:
         log: what is logged after a skip.
         steps: how many were taken or skipped, but for those that a CUDA graph has replayed.
-        all_or_nothing: whether a skipped step has stepped nothing; else it counts as taken too.
+        all_or_nothing: as it was given.
         clipped: the norm before the last clip and its factor (float32, 0-dim).
         scale: the loss scale that the last step's gradients were made with (float32, 0-dim); None before the first.
         before, losses: for the log line of the step that is being closed: the scale before it, and its losses. None
@@ -102,8 +104,10 @@ class Outcome:
             masters are all here.
     """
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: Lines, all_or_nothing: bool = True) -> None:
         self.log = SkipLog(lines)
+        if not all_or_nothing:
+            self.log.what, self.log.advice = errors.LEFT_ALONE, errors.LOWER
         self.steps = 0
         self.clipped: tuple[Tensor, Tensor] | None = None
         self.scale: Tensor | None = None
@@ -113,7 +117,7 @@ class Outcome:
         self._skipped_here = 0
         self._taken_before = 0
         self._skipped_before = 0
-        self.all_or_nothing = True
+        self.all_or_nothing = all_or_nothing
         self._skipped_on_device: Tensor | None = None
         self._last_on_device: Tensor | None = None
         self._last: bool | Tensor = False
@@ -158,12 +162,6 @@ class Outcome:
     def number(self) -> int:
         """Of the step that is being taken, or comes next, from 1."""
         return max(0, self._taken_before + self.steps - self.all_or_nothing * self._skipped_since()) + 1
-
-    def release_steps(self) -> None:
-        """Parameters are stepped one by one: a step that counts as skipped has left alone some of them."""
-        self.all_or_nothing = False
-        self.log.what = errors.LEFT_ALONE
-        self.log.advice = errors.LOWER
 
     def nothing(self) -> None:
         """``step`` was called and there was nothing to step. No sync."""

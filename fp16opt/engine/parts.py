@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from ..scaling import LossScaler
 from .config import Config
+from .gradients import Gradients
 from .masters import Masters
 from .model_writes import ModelWrites
 from .outcome import Outcome
 from .params import ParamTable
+from .step_state import StepState
 
 
 class Wrapper(Protocol):
@@ -22,8 +24,6 @@ class Wrapper(Protocol):
         optimizer: The wrapped one.
         inner: The one that holds what is stepped on this rank: ``optimizer``, or the one inside of ZeRO.
         config: What was asked for.
-        gradients, step_state: ``Gradients`` and ``StepState``; with ``gradient_release`` both are a
-            ``GradientRelease``.
     """
 
     optimizer: Optimizer
@@ -31,8 +31,8 @@ class Wrapper(Protocol):
     params: ParamTable
     masters: Masters
     model_writes: ModelWrites
-    gradients: Any
-    step_state: Any
+    gradients: Gradients
+    step_state: StepState
     outcome: Outcome
     scaler: LossScaler
     device: torch.device

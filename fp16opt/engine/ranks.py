@@ -255,7 +255,6 @@ class Replicas:
     Attributes:
         are_told: Whether the user said which ranks share gradients.
         alone: Whether no rank is known that hears of steps.
-        reduces: Whether DDP averages gradients after they have come.
         needs_decision: Whether a skip must be known on the host.
         local: Whether the present gradients are this rank's own, to be averaged over the ranks later.
         keeps: Whether gradients that were folded are to stay, as zeros: DDP still reduces them at the next synchronised
@@ -264,7 +263,6 @@ class Replicas:
 
     are_told = False
     alone = True
-    reduces = False
     needs_decision = False
     local = False
     keeps = False

@@ -121,6 +121,10 @@ class StepState(abc.ABC):
         """Whether the own scale is static and exactly 1, so that another may scale. Syncs once a static value."""
         return self._units.has(self._scaler())
 
+    def steps_ahead(self) -> int:
+        """How many steps parameters have taken that ``step`` is yet to count: none, but where backward steps them."""
+        return 0
+
     def is_own(self) -> bool:
         """Whether ``opt.backward(loss)`` or ``opt.scale_loss(loss)`` has made the present gradients."""
         return self.scale is not None and not self.scale.is_plain

@@ -332,7 +332,7 @@ class Monitor:
     def _look(self, wrapper: Wrapper, sample: _Sample) -> Tensor:
         """Numbers of the gradients that are there now, of each unscaled and before the clip."""
         state, clipped = wrapper.step_state, wrapper.outcome.clipped
-        are_true = not wrapper.config.gradient_release and state.are_true
+        are_true = state.are_true
         grads = [_gradient(pair, are_true) for pair in wrapper.params.all]
         found = of_gradients([grad for grad, _ in grads], wrapper.device)
         folded = [position for position in sample.folded if grads[position][0] is not None]
@@ -351,7 +351,7 @@ class Monitor:
             true = of_gradients(list(map(_piece, raw_grads(wrapper.params.masters))), wrapper.device)
             factor = _told_by_grad_scaler(wrapper).to(true)
             found[:, _SUMSQ], found[:, _LARGEST] = true[:, _SUMSQ] * factor.square(), true[:, _LARGEST] * factor
-        elif not wrapper.config.gradient_release and isinstance(state.standing, (Checked, Unscaled)):
+        elif isinstance(state.standing, (Checked, Unscaled)):
             # The sums are known, from before any clip.
             for device, one in zip(wrapper.params.devices, wrapper.gradients.stats, strict=True):
                 rows = [at for at, position in enumerate(device.positions) if grads[position][0] is not None]

@@ -68,10 +68,10 @@ class Training:
             }
         )
         params = list(self.net.values())
-        scaler = fp16opt.DynamicLossScaler(64.0, growth_interval=1)
+        scale = {} if "loss_scale" in kind.arguments else {"scaler": fp16opt.DynamicLossScaler(64.0, growth_interval=1)}
         inner = kind.make([{"params": params[:1]}, {"params": params[1:]}])
         named = self.net.named_parameters()
-        self.opt = MixedPrecisionOptimizer(inner, scaler=scaler, named_parameters=named, **kind.arguments)
+        self.opt = MixedPrecisionOptimizer(inner, named_parameters=named, **scale, **kind.arguments)
         self.stopped: Stop | None = None
 
     def backward(self, bad: bool = False) -> None:
@@ -244,3 +244,73 @@ def test_an_exception_at_some_lines_leaves_all_or_nothing(
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_at_any_line_leaves_all_or_nothing(kind: str, bad: bool, caplog: pytest.LogCaptureFixture) -> None:
     _check_lines(KINDS[kind], bad, 1, caplog)
+
+
+@BAD
+def test_an_exception_in_a_step_of_released_gradients_leaves_it_counted_or_to_be_counted(
+    bad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parameters were stepped in backward, whatever happens in ``step``; the next one counts that if it is not yet."""
+    kind = Kind({"gradient_release": True, "loss_scale": 64.0})
+    count, known = _known_of_released(kind, bad, caplog)
+    assert count > 100
+    for at in range(1, count + 1, STRIDE // 2):
+        lines = Lines(at)
+        training, found = _second_step(kind, bad, lines, caplog)
+        assert _are_same(found.rows, known["after"].rows), lines.where
+        assert found.counts[0] == 2, lines.where
+        training.opt.step()
+        assert (training.counts(), training.opt.stats()["steps"]) == (known["after"].counts, 2), lines.where
+        training.iterate()
+        training.check_model()
+        assert _are_same(training.rows(), known["third"].rows), lines.where
+        assert training.counts() == known["third"].counts, lines.where
+        training.stopped = None  # it holds frames, which hold this
+
+
+def _known_of_released(kind: Kind, bad: bool, caplog: pytest.LogCaptureFixture) -> tuple[int, dict[str, Any]]:
+    """As :func:`_known`, without what there is before."""
+    _second_step(kind, bad, Lines(), caplog)  # what is made once is made
+    lines = Lines()
+    training, after = _second_step(kind, bad, lines, caplog)
+    assert after.counts[:2] == (2, int(bad))
+    training.iterate()
+    return lines.count, {"after": after, "third": Found(training.rows(), training.counts(), [])}
+
+
+def _stopped_backward(kind: Kind, lines: Lines) -> Training:
+    training = Training(kind)
+    training.iterate()
+    training.opt.zero_grad()
+    loss = sum(((p.float() - 0.5) ** 2).sum() for p in training.net.values())
+    try:
+        with lines():
+            training.opt.backward(loss)
+    except Stop as error:
+        training.stopped = error
+    return training
+
+
+@pytest.mark.parametrize("masters", ["full", "split", "split24"])
+def test_an_exception_in_a_backward_that_steps_leaves_each_parameter_stepped_or_not(masters: str) -> None:
+    """What was stepped is no write of others. ``zero_grad`` ends it, and nothing was counted."""
+    kind = Kind({"gradient_release": True, "loss_scale": 64.0, "master_weights": masters, "on_model_write": "error"})
+    lines, before = Lines(), Training(kind)
+    before.iterate()
+    after = _stopped_backward(kind, lines)
+    assert not any(map(torch.equal, before.rows(), after.rows()))
+    assert lines.count > 100
+    for at in range(1, lines.count + 1, STRIDE // 2):
+        cut = Lines(at)
+        training = _stopped_backward(kind, cut)
+        training.opt.zero_grad()
+        is_whole = training.counts()[0] == 2  # the exception came when autograd had called all hooks
+        rows = zip(training.rows(), before.rows(), after.rows(), strict=True)
+        assert all(torch.equal(row, b) or torch.equal(row, a) for row, b, a in rows), cut.where
+        training.check_model()
+        if is_whole:
+            training.opt.step()
+        training.iterate()
+        assert training.opt.stats()["steps"] == 2 + is_whole, cut.where
+        training.check_model()
+        training.stopped = None  # it holds frames, which hold this

@@ -183,3 +183,16 @@ def test_what_is_only_unused_is_no_error() -> None:
     rebuilt(cloned[0])
     cloned[1].step()
     assert fast.stats()["steps"] == 0
+
+
+def test_what_was_stepped_and_freed_in_backward_is_not_lost() -> None:
+    """Parameters of no module, of which something has let go since, beside a layer of the same shapes."""
+    params = [nn.Parameter(torch.ones(3, 6).half()), nn.Parameter(torch.ones(3).half())]
+    held = list(params)
+    opt = MixedPrecisionOptimizer(SGD(params, lr=0.1), gradient_release=True)
+    layer = nn.Linear(6, 3).half()
+    layer(torch.ones(6).half()).sum().backward()
+    del held
+    opt.backward(sum((p.float().sum() for p in params), start=torch.zeros(())))
+    opt.step()
+    assert opt.stats()["steps"] == 1

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler, distributed
+from fp16opt import DynamicLossScaler, LossScaleError, MixedPrecisionOptimizer, StaticLossScaler, distributed
 from fused.test_registered_classes import PlainLion
 
 MAKERS: dict[str, Any] = {
@@ -127,12 +127,12 @@ def test_one_that_is_not_finite_is_left_alone_reported_and_counted(caplog: pytes
     train(net, opt, range(1))
     train(other, plain, range(1))
 
-    def spoil(grad: Tensor) -> Tensor:
+    def spoil_one(grad: Tensor) -> Tensor:
         grad = grad.clone()
         grad[0, 0] = math.nan
         return grad
 
-    handle = net.wide.weight.register_hook(spoil)
+    handle = net.wide.weight.register_hook(spoil_one)
     kept = net.wide.weight.detach().clone()
     state = copy.deepcopy(opt.state[opt.param_groups[0]["params"][2]])
     train(net, opt, range(1, 2))
@@ -151,6 +151,119 @@ def test_one_that_is_not_finite_is_left_alone_reported_and_counted(caplog: pytes
     assert (opt.step_was_skipped, opt.skipped_steps) == (False, 1)
     assert not torch.equal(net.wide.weight, kept)
     assert not caplog.records
+
+
+def spoil(grad: Tensor) -> Tensor:
+    return grad * math.nan
+
+
+def test_what_an_interrupted_backward_found_is_forgotten_with_it() -> None:
+    """Of its parameters one was left alone, others stepped; the step after it is the first that counts."""
+    net, opt = made()
+    before = net.tied.weight.detach().clone()
+    handle = net.conv.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        opt.backward(net(batch(torch.float16, 0)) + math.nan * net.unused(torch.ones(3).half()).sum())
+    handle.remove()
+    assert not torch.equal(net.tied.weight, before), "it was stepped"
+    with pytest.raises(RuntimeError, match="a backward was interrupted"):
+        opt.backward(net(batch(torch.float16, 0)))
+    opt.zero_grad()
+    assert opt.state_dict()["steps"] == 0
+    train(net, opt, range(1))
+    assert (opt.step_was_skipped, opt.overflow_report()) == (False, [])
+    assert opt.state_dict()["steps"] == opt.stats()["steps"] == 1
+
+
+def test_a_checkpoint_ends_an_interruption() -> None:
+    net, opt = made()
+    saved, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(net.state_dict())
+    handle = net.conv.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        opt.backward(net(batch(torch.float16, 0)))
+    handle.remove()
+    net.load_state_dict(weights)
+    opt.load_state_dict(saved)
+    opt.backward(net(batch(torch.float16, 0)))
+    opt.step()
+    other, plain = made(release=False)
+    other.load_state_dict(weights)
+    train(other, plain, range(1))
+    assert_same([*net.parameters()], [*other.parameters()])
+
+
+def test_the_scale_is_that_of_backward_until_the_step() -> None:
+    net, opt = made()
+    opt.backward(net(batch(torch.float16, 0)))
+    with pytest.raises(RuntimeError, match="loss_scale was set between backward and step"):
+        opt.loss_scale = 8.0
+    opt.step()
+    assert opt.stats()["steps"] == 1
+    opt.loss_scale = 8.0
+    train(net, opt, range(1, 2))
+
+
+class Noting(StaticLossScaler):
+    """A user's own, that keeps the norms it is told."""
+
+    follows_norms = True
+    seen = 0.0
+
+    def see(self, norm: Tensor) -> None:
+        self.seen = float(norm)
+
+
+def test_a_scaler_that_follows_norms_is_told_the_largest() -> None:
+    scaler = Noting(64.0)
+    first, second = half(), half()
+    opt = MixedPrecisionOptimizer(SGD([first, second], lr=0.0), scaler=scaler, gradient_release=True)
+    opt.backward((first.float() * torch.tensor([3.0, 0.0, 4.0])).sum() + second.float().sum())
+    opt.step()
+    assert scaler.seen == 5.0
+
+
+def test_what_was_found_stays_with_its_parameter_where_groups_change_before_the_step() -> None:
+    net, opt = made()
+    handle = net.wide.weight.register_hook(spoil)
+    opt.backward(net(batch(torch.float16, 0)))
+    handle.remove()
+    added = nn.Linear(4, 4).half()
+    opt.param_groups.insert(0, {**opt.param_groups[0], "params": [*added.parameters()]})
+    assert opt.state_dict()["steps"] == 1
+    with pytest.raises(RuntimeError, match="a further backward in one step"):
+        opt.backward(net(batch(torch.float16, 0)))
+    opt.step()
+    assert [o.name for o in opt.overflow_report()] == ["wide.weight"]
+    train(net, opt, range(1, 2))
+    assert (opt.skipped_steps, opt.state_dict()["steps"]) == (1, 2)
+
+
+def test_an_error_of_a_step_hook_leaves_the_step_to_be_counted_or_counted() -> None:
+    net, opt = made()
+    calls: list[str] = []
+
+    def fail(*_: Any) -> None:
+        calls.append("hook")
+        raise KeyError("a hook")
+
+    for number, register in enumerate(
+        (opt.optimizer.register_step_pre_hook, opt.optimizer.register_step_post_hook), start=1
+    ):
+        opt.backward(net(batch(torch.float16, number)))
+        handle = register(fail)
+        with pytest.raises(KeyError):
+            opt.step()
+        handle.remove()
+        assert opt.state_dict()["steps"] == number
+        assert opt.stats()["steps"] == 2 * (number - 1), "one that a pre hook stops is still to be counted"
+        with pytest.raises(RuntimeError, match=r"came that neither opt\.backward"):
+            net.unused(torch.ones(3).half()).sum().backward()
+        net.unused.zero_grad()
+        opt.step()
+        assert opt.stats()["steps"] == opt.state_dict()["steps"] == number
+    train(net, opt, range(1))
+    assert opt.stats()["steps"] == 3
+    assert calls == ["hook", "hook"]
 
 
 def test_the_rate_is_that_of_backward() -> None:
@@ -229,6 +342,12 @@ def test_fp32_parameters_that_are_unfrozen_are_stepped() -> None:
     train(net, opt, range(1))
     assert net.norm.weight.grad is None
     assert not torch.equal(net.norm.weight, before)
+    net.norm.requires_grad_(False)  # which has a master by now
+    opt.add_param_group({"params": [half()]})
+    net.norm.requires_grad_(True)
+    before = net.norm.weight.detach().clone()
+    train(net, opt, range(1, 2))
+    assert not torch.equal(net.norm.weight, before)
 
 
 def test_hooks_closures_and_schedulers_work() -> None:
@@ -249,6 +368,10 @@ def test_hooks_closures_and_schedulers_work() -> None:
     assert calls == ["inner", "outer"]
     opt.step()
     assert calls == ["inner", "outer", "outer"], "nothing to step"
+    calls.clear()
+    opt.backward(net(batch(torch.float16, 0)) * math.inf)
+    opt.step()
+    assert (calls, opt.step_was_skipped) == (["inner", "outer"], True), "also where parameters were left alone"
 
 
 def test_weights_that_were_written_are_noticed_before_they_are_stepped(caplog: pytest.LogCaptureFixture) -> None:
@@ -303,6 +426,20 @@ def test_on_a_device_nobody_waits_and_the_bits_are_those_of_the_host(
     assert_same([*got[0].parameters()], [*wanted[0].parameters()])
 
 
+def test_too_many_skips_in_a_row_raise_where_a_device_decides_too(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended.pretend(emulated_cuda, monkeypatch)
+    scaler = StaticLossScaler(64.0)
+    scaler.max_consecutive_skips = 2
+    net, opt = made(loss_scale=None, scaler=scaler)
+    net.wide.weight.register_hook(spoil)
+    train(net, opt, range(1))
+    with pytest.raises(LossScaleError, match=r"wide\.weight"):
+        train(net, opt, range(1, 2))
+    assert opt.skipped_steps == 2
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -318,6 +455,7 @@ WHEN_WRAPPED: dict[str, tuple[dict[str, Any], str]] = {
     "sums": ({"grad_accumulation": "fp32"}, "gradient_release=True frees each gradient.*grad_accumulation='fp32'"),
     "dynamic": ({"dynamic": True}, r"gradient_release=True does not go with .* \(dynamic=True, .*Use loss_scale"),
     "scaler": ({"scaler": DynamicLossScaler()}, "gradient_release=True does not go with a dynamic loss scale"),
+    "closure": ({"closure": "reevaluate"}, 'does not go with closure="reevaluate".*Use closure="once"'),
     "none": ({"master_weights": "none"}, "gradient_release=True needs the one-pass step.*: there are no FP32 masters"),
 }
 
@@ -355,6 +493,8 @@ def test_ddp_on_one_rank_is_named_and_can_be_left(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         reduced = nn.parallel.DistributedDataParallel(net)
+        with pytest.raises(RuntimeError, match="it can't be attached to a DDP module"):
+            distributed.attach(opt, reduced)
         opt.backward(reduced(torch.ones(1, 8).half()).float().sum())
         with pytest.raises(
             RuntimeError, match=r"If the model is in DDP, its reducer .*Call zero_grad\(\), then step\(\)"
@@ -367,14 +507,6 @@ def test_ddp_on_one_rank_is_named_and_can_be_left(tmp_path: Path) -> None:
         reduced = None
         gc.collect()
         torch.distributed.destroy_process_group()
-
-
-def test_a_ddp_module_can_not_be_attached() -> None:
-    from fp16opt.distributed.replicas import DdpReplicas
-
-    _, opt = made()
-    with pytest.raises(RuntimeError, match="it can't be attached to a DDP module"):
-        opt.step_state.replicas = DdpReplicas.__new__(DdpReplicas)
 
 
 def test_clipping_and_true_gradients_are_refused_when_they_are_called() -> None:

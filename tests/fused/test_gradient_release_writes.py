@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.checks import assert_same
 from torch import nn
 
 import fp16opt
@@ -94,6 +95,12 @@ def test_what_was_stepped_before_a_backward_raised_is_no_write(way: str) -> None
         opt.state_dict()
 
 
+def test_a_split_master_refuses_to_be_written() -> None:
+    opt = wrapped(net(), master_weights="split")
+    with pytest.raises(RuntimeError, match="a split master was to be written"), torch.no_grad():
+        opt.param_groups[0]["params"][0].add_(1.0)
+
+
 def test_a_write_is_an_error_where_that_is_asked() -> None:
     model = net()
     opt = wrapped(model, on_model_write="error")
@@ -121,15 +128,23 @@ def test_a_look_between_backward_and_step_changes_nothing(masters: str) -> None:
 
 
 def test_codes_are_rounded_by_a_number_that_moves_though_a_parameter_is_left_alone() -> None:
-    model = net()
+    model, alone = net(), net()
     extra = nn.Parameter(torch.ones(4).half())
     inner = torch.optim.AdamW([*model.parameters(), extra], lr=1e-3)
     opt = MixedPrecisionOptimizer(inner, loss_scale=128.0, gradient_release=True, optimizer_state="8bit")
+    plain = wrapped(alone, gradient_release=False, optimizer_state="8bit")
     for step in range(3):
         opt.backward(loss_of(model, step) + (extra.float() * float("nan")).sum())
         opt.step()
+        plain.zero_grad()
+        plain.backward(loss_of(alone, step))
+        plain.step()
     assert opt.skipped_steps == 3
     assert opt.state_dict()["steps"] == 3
+    assert torch.equal(extra, torch.ones(4).half())
+    assert all(map(torch.equal, model.parameters(), alone.parameters())), "its neighbours were stepped"
+    states = [one.state_dict(compact=True)["optimizer"]["state"][0] for one in (opt, plain)]
+    assert_same(*states)
 
 
 def test_who_finds_no_gradients_says_so() -> None:

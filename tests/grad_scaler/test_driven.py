@@ -551,6 +551,12 @@ def test_released_gradients_are_refused(cls: Any) -> None:
 
     with pytest.raises((RuntimeError, ValueError), match="gradient_release"):
         drive()
+    opt.zero_grad()
+    opt.backward(linear_loss([param], [1.0]))
+    with pytest.raises((RuntimeError, ValueError), match=r"a GradScaler (can't drive|came to unscale)"):
+        scaler.step(opt)
+    opt.step()
+    assert opt.stats()["steps"] == 1
 
 
 # -- parameters, state, copies -----------------------------------------------------------------------------------------

@@ -154,6 +154,11 @@ def _check_release(
             "before all gradients are known, and an overflow could not be undone. Use loss_scale=..., or "
             "gradient_release=False."
         )
+    if config.closure == "reevaluate":
+        raise ValueError(
+            f'{SAID} does not go with closure="reevaluate": the backward of each evaluation would step parameters. Use '
+            'closure="once", or gradient_release=False.'
+        )
     refuse_ranks(ValueError)
     if is_zero or any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
         raise ValueError(
