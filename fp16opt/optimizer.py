@@ -35,7 +35,7 @@ from .engine.diagnostics import (
 )
 from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec
-from .engine.fused_step import FusedStep, PerParameterStepper
+from .engine.fused_step import FusedStep
 from .engine.gradients import Gradients
 from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
 from .engine.missing_scale import WayToScale, underflow, warn_missing_scale, without_scale
@@ -45,7 +45,7 @@ from .engine.modes.bucketed_step import BucketedStep, Certified
 from .engine.modes.changes import Changes, require_tensors
 from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
 from .engine.modes.compatibility import check_groups, check_new_group, check_optimizer, make_state_format, required_by
-from .engine.modes.release import ReleasedStep, ReleasingState
+from .engine.modes.release import PerParameterStepper, ReleasedStep, ReleasingState
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
 from .engine.outcome import Closing, Outcome, read_at_once

@@ -22,13 +22,15 @@ from ...kernels.lists import same_walk
 from ...kernels.reference_steps import Factors
 from ...scaling import LossScaler
 from ..dtensors import raw_grad, raw_grads, set_raw_grad
-from ..fused_registry import CannotServe, steps_on_device
-from ..fused_step import PerParameterStepper
+from ..fused_registry import CannotServe, FusedStepSpec, steps_on_device
+from ..fused_step import GroupSettings, ParamState, groups_obstacle, pieces_of
 from ..gradients import DeviceGradients
+from ..masters import Masters
 from ..model_writes import ModelWrites
-from ..params import ParamPair
+from ..params import ParamPair, ParamTable
 from ..progress import Progress
 from ..stage import BackwardScale, Interrupted, OverflowCheck, Verdict
+from ..state_format import StateFormat
 from ..step_state import StepState
 from ..wrapped_step import run_hooks
 from .sums import SummingState
@@ -133,6 +135,80 @@ class ParamSlot:
         if dtype == grad.dtype and same_walk(grad, model):
             return grad
         return torch.empty_like(model, dtype=dtype, requires_grad=False).copy_(grad)
+
+
+# -- the step of one parameter -----------------------------------------------------------------------------------------
+
+
+class PerParameterStepper:
+    """Fused steps of single parameters, each when its gradient has come.
+
+    Args:
+        spec, state_format, step_count: as :class:`~fp16opt.engine.fused_step.FusedStep` has them.
+    """
+
+    def __init__(
+        self,
+        spec: FusedStepSpec,
+        optimizer: Optimizer,
+        params: ParamTable,
+        masters: Masters,
+        state_format: StateFormat,
+        step_count: Callable[[], int],
+    ) -> None:
+        self.spec = spec
+        self.optimizer = optimizer
+        self.params = params
+        self.masters = masters
+        self.state_format = state_format
+        self._step_count = step_count
+        self._groups: dict[int, GroupSettings] = {}
+
+    def begin(self) -> None:
+        """A backward begins: the settings of each group are read anew, once."""
+        self._groups.clear()
+
+    def step(
+        self, pair: ParamPair, grad: Tensor, factors: Factors, found_inf: Tensor | None, cache: kernels.CallCache
+    ) -> None:
+        """Step one parameter.
+
+        Args:
+            grad: in the parameter's strides: of its dtype, or float32.
+            found_inf: float32, 0-dim, on the device: where it is 1.0 nothing is written. None: decided already.
+            cache: of this parameter.
+
+        Raises:
+            CannotServe: the kernel can't take it; nothing was stepped.
+        """
+        group = self._group(pair.group)
+        state = ParamState.find(self.optimizer, self.state_format, group.settings, pair)
+        columns = {name: (tensor,) for name, tensor in state.tensors.items()}
+        state.spec.call(
+            {"grads": [grad], "masters": (self.masters.operand(pair),), **columns},
+            [group.options],
+            [0],
+            factors,
+            [state.is_first],
+            models=(pair.model,) if pair.is_apart else None,
+            stats=pair.cast.of_row(pair.row) if pair.is_apart else None,
+            found_inf=found_inf,
+            cache=cache,
+            pieces=pieces_of(state.spec, self.masters, [pair]),
+            number=self._step_count() if self.state_format.needs_number or self.masters.needs_number else 0,
+        )
+        if state.is_first and (found_inf is None or not bool(found_inf)):
+            state.keep_first()
+        self.masters.ties.pop(id(pair.master), None)
+
+    def _group(self, number: int) -> GroupSettings:
+        if number not in self._groups:
+            group = self.optimizer.param_groups[number]
+            reason = groups_obstacle(self.spec, self.state_format, [(number, group)])
+            if reason:
+                raise CannotServe(reason)
+            self._groups[number] = GroupSettings.of(self.spec, self.state_format, group)
+        return self._groups[number]
 
 
 # -- the state ---------------------------------------------------------------------------------------------------------
