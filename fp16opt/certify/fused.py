@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..engine.fused_registry import FusedStepSpec, counter_to_device, fused_spec_for
-from ..kernels.reference_steps import Factors
+from ..kernels.steps import Factors, StepValues, run_step
 from .report import Check
 from .trials import Setting, Trial, quote
 
@@ -92,10 +92,11 @@ def _step(
         if not state:
             spec.make_state(state, settings, param)
         counter_to_device(state, param.device)
-    columns: dict[str, list[Tensor]] = {"grads": grads, "masters": [param.detach() for param in params]}
-    columns |= {name: [state[name] for state in states] for name in names}
-    first = [spec.fills_first and number == 0] * len(params)
-    spec.call(columns, [spec.options(settings)], [0] * len(params), Factors(one, one), first)
+    step, masters = spec.step(names, False), [param.detach() for param in params]
+    lists = step.lists(grads, masters, None, {name: [state[name] for state in states] for name in names})
+    first = [number == 0] * len(params) if step.fills_first else False
+    given = StepValues([spec.options(settings)], [0] * len(params), Factors(one, one), None, None, first, 0)
+    run_step(step.step, lists, given, None)
 
 
 def _state_difference(names: tuple[str, ...], own: dict[str, Any], made: dict[str, Any]) -> str:

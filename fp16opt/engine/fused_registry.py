@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..kernels import Piece, backend, operations
 from ..kernels.formulas import FORMULAS, Formula
+from ..kernels.steps import NamedStep, named_step
 
 GroupKeys = Mapping[str, "str | tuple[str, ...]"]
 
@@ -45,7 +46,7 @@ class FusedStepSpec:
         options: from a group's settings to the kernel's. No sync: an lr that is a tensor stays one.
         state_names: from a group's settings to the names of the state tensors that its parameters need.
         make_state: fills the state of a parameter that has none: (state, settings, model parameter).
-        call: the kernel: (columns, options, group_of, factors, first, the rest by keyword).
+        step: the kernel's: (names of the state that there is, whether there are models).
         fills_first: whether new state holds nothing before the first step, which fills it.
         check_state: raises :class:`CannotServe` unless the kernel takes a state tensor: (name, tensor, master).
         required: settings without which there is no step.
@@ -61,7 +62,7 @@ class FusedStepSpec:
     options: Callable[[dict[str, Any]], Any]
     state_names: Callable[[dict[str, Any]], tuple[str, ...]]
     make_state: Callable[[dict[str, Any], dict[str, Any], Tensor], None]
-    call: Callable[..., None]
+    step: Callable[[Collection[str], bool], NamedStep]
     fills_first: bool
     check_state: Callable[[str, object, Tensor], None] = check_fp32_state
     required: tuple[str, ...] = ("lr",)
@@ -155,7 +156,7 @@ def _spec_of(name: str, formula: Formula) -> FusedStepSpec:
         formula.options_of,
         formula.state_of,
         functools.partial(_make_state, formula),
-        functools.partial(operations.step_columns, name, formula),
+        functools.partial(named_step, name, formula),
         formula.fills_first,
         required=formula.wanted,
         defaults=formula.neutral,

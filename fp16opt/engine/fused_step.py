@@ -20,6 +20,7 @@ from ..kernels import CallCache, backend
 from ..kernels.backends import captures
 from ..kernels.lists import is_dense
 from ..kernels.pieces import WHOLE, Piece
+from ..kernels.steps import NamedStep, StepValues, run_step
 from ..kernels.tensor_lists import are_items, hold, read_for_next
 from . import errors
 from .diagnostics import Lines
@@ -198,6 +199,7 @@ class _KernelCall:
 
     Attributes:
         on_weights: whether its masters lie on the weights' memory; else models are rounded from masters.
+        step: the kernel's.
         rows: of the device.
         states: of each of the rows.
         masters, models, state: by row of the device, None in other rows.
@@ -208,6 +210,7 @@ class _KernelCall:
 
     spec: FusedStepSpec
     on_weights: bool
+    step: NamedStep
     rows: list[int] = field(default_factory=list)
     states: list[ParamState] = field(default_factory=list)
     masters: tuple[Tensor | None, ...] = ()
@@ -543,20 +546,12 @@ class FusedStep:
             values = [None if master is None else grad for grad, master in zip(values, call.masters, strict=True)]
         elif is_read:
             models = device.apart_read(device.seen)
+        step, first = call.step, call.first if call.step.fills_first else False
+        stats = None if call.on_weights else device.cast
+        given = StepValues(options, call.group_of, grads.factors, stats, found_inf, first, number, call.pieces)
         with read_for_next(*((values, models) if is_read else ())):
-            call.spec.call(
-                {"grads": values, "masters": call.masters, **call.state},
-                options,
-                call.group_of,
-                grads.factors,
-                call.first,
-                models=None if call.on_weights else models,
-                stats=None if call.on_weights else device.cast,
-                found_inf=found_inf,
-                cache=call.cache,
-                number=number,
-                pieces=call.pieces,
-            )
+            lists = step.lists(values, call.masters, None if call.on_weights else models, call.state)
+            run_step(step.step, lists, given, call.cache)
         call.close(found_inf)
 
     # -- plans -------------------------------------------------------------------------------------------------------
@@ -592,7 +587,10 @@ class FusedStep:
             if not there[row] or not pair.has_master:
                 continue
             state = ParamState.find(self.optimizer, self.state_format, groups[pair.group].settings, pair)
-            call = calls.setdefault((pair.is_apart, tuple(state.tensors)), _KernelCall(state.spec, not pair.is_apart))
+            key = pair.is_apart, tuple(state.tensors)
+            if key not in calls:
+                calls[key] = _KernelCall(state.spec, not pair.is_apart, state.spec.step(state.tensors, pair.is_apart))
+            call = calls[key]
             call.rows.append(row)
             call.states.append(state)
         for call in calls.values():

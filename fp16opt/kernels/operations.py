@@ -14,7 +14,7 @@ from .calls import CallCache, Entries
 from .formulas import AdamOptions, LionOptions, SgdOptions
 from .lists import checked
 from .stats import CastStats, GradStats, check_result, sum_dtype
-from .steps import Factors, multi_tensor_step, step_columns
+from .steps import Factors, multi_tensor_step
 from .table import (
     AXPBY,
     CAST,
@@ -46,7 +46,6 @@ __all__ = [
     "multi_tensor_step",
     "multi_tensor_unscale",
     "multi_tensor_unscale_clipped",
-    "step_columns",
 ]
 
 

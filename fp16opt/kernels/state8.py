@@ -6,7 +6,7 @@ the step and the value, and on nothing else; so every backend, thread count and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .pieces import BLOCK, WHOLE, Piece
 from .reference_state8 import ratio_limit
 from .reference_steps import Factors
 from .stats import CastStats
-from .steps import StepValues, run_step, steps_of
+from .steps import NamedStep, StepValues, run_step, steps_of
 
 __all__ = [
     "BLOCK",
@@ -29,6 +29,7 @@ __all__ = [
     "encode_momentum",
     "multi_tensor_adam8",
     "multi_tensor_sgd8",
+    "named_step",
     "ratio_limit",
 ]
 
@@ -58,6 +59,18 @@ _SGD = steps_of(
     counts=False,
     block=BLOCK,
 )
+
+
+def named_step(names: Collection[str], has_models: bool) -> NamedStep:
+    """The step that keeps such state in 8 bits: Adam's, or momentum.
+
+    Args:
+        names: of the lists of state.
+    """
+    if "momentum_codes" in names:
+        return NamedStep(_SGD[has_models], ("momentum_codes",), ("momentum_scales",), True)
+    codes, behind = ("exp_avg_codes", "exp_avg_sq_codes"), ("exp_avg_sq_scales", "step")
+    return NamedStep(_ADAM[has_models], codes, behind, False)
 
 
 def multi_tensor_adam8(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,17 @@ from .stats import CastStats, check_result
 from .table import step_operation
 from .tensor_lists import are_items
 
-__all__ = ["Factors", "LionOptions", "Step", "StepValues", "multi_tensor_step", "run_step", "step_columns", "steps_of"]
+__all__ = [
+    "Factors",
+    "LionOptions",
+    "NamedStep",
+    "Step",
+    "StepValues",
+    "multi_tensor_step",
+    "named_step",
+    "run_step",
+    "steps_of",
+]
 
 PACKS = {name: kernel.group.on_host().pack for name, kernel in KERNELS.items() if kernel.blocks is Blocks.STEPPING}
 """By kernel: what packs the options of a param_group as compiled code reads them on the CPU."""
@@ -287,17 +297,38 @@ def multi_tensor_step(
     run_step(step, (grads, masters, *state, models, steps), values, cache)
 
 
-def step_columns(
-    name: str,
-    formula: Formula,
-    columns: dict[str, list[Tensor | None]],
-    options: Sequence[Any],
-    group_of: Sequence[int],
-    factors: Factors,
-    first: Sequence[bool],
-    **rest: Any,
-) -> None:
-    """:func:`multi_tensor_step` of lists by name: grads, masters, step, and of the formula's state what is there."""
-    state = [*map(columns.__getitem__, filter(columns.__contains__, formula.state))]
-    lists = columns["grads"], columns["masters"], state
-    multi_tensor_step(name, *lists, options, group_of, factors, steps=columns.get("step"), first=first, **rest)
+class NamedStep(NamedTuple):
+    """A step, and what its lists beside gradients, masters and models are called.
+
+    Attributes:
+        state: the names of those before the models, in their order.
+        behind: of those behind them: scales, counters.
+        fills_first: whether it is told which state holds nothing yet.
+    """
+
+    step: Step
+    state: tuple[str, ...]
+    behind: tuple[str, ...]
+    fills_first: bool
+
+    def lists(
+        self, grads: Entries, masters: Entries, models: Entries | None, named: Mapping[str, Entries]
+    ) -> tuple[Entries | None, ...]:
+        """The lists as :func:`run_step` takes them.
+
+        Args:
+            named: by name.
+        """
+        state, behind = map(named.__getitem__, self.state), map(named.__getitem__, self.behind)
+        return (grads, masters, *state, models, *behind)
+
+
+def named_step(name: str, formula: Formula, names: Collection[str], has_models: bool) -> NamedStep:
+    """The step of a formula.
+
+    Args:
+        names: of the lists of state that there are; its counter is called "step".
+    """
+    state = tuple(filter(names.__contains__, formula.state))
+    behind = ("step",) if formula.counts else ()
+    return NamedStep(_STEPS[name, len(state), has_models], state, behind, formula.fills_first and bool(state))

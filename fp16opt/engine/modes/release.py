@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ... import kernels
 from ...kernels.calls import StableEntries
 from ...kernels.lists import same_walk
-from ...kernels.reference_steps import Factors
+from ...kernels.steps import Factors, StepValues, run_step
 from ...scaling import LossScaler
 from ..dtensors import raw_grad, raw_grads, set_raw_grad
 from ..fused_registry import CannotServe, FusedStepSpec, steps_on_device
@@ -183,20 +183,15 @@ class PerParameterStepper:
         """
         group = self._group(pair.group)
         state = ParamState.find(self.optimizer, self.state_format, group.settings, pair)
+        step = state.spec.step(state.tensors, pair.is_apart)
         columns = {name: (tensor,) for name, tensor in state.tensors.items()}
-        state.spec.call(
-            {"grads": [grad], "masters": (self.masters.operand(pair),), **columns},
-            [group.options],
-            [0],
-            factors,
-            [state.is_first],
-            models=(pair.model,) if pair.is_apart else None,
-            stats=pair.cast.of_row(pair.row) if pair.is_apart else None,
-            found_inf=found_inf,
-            cache=cache,
-            pieces=pieces_of(state.spec, self.masters, [pair]),
-            number=self._step_count() if self.state_format.needs_number or self.masters.needs_number else 0,
-        )
+        lists = step.lists([grad], (self.masters.operand(pair),), (pair.model,) if pair.is_apart else None, columns)
+        stats = pair.cast.of_row(pair.row) if pair.is_apart else None
+        number = self._step_count() if self.state_format.needs_number or self.masters.needs_number else 0
+        pieces = pieces_of(state.spec, self.masters, [pair])
+        first = [state.is_first] if step.fills_first else False
+        given = StepValues([group.options], [0], factors, stats, found_inf, first, number, pieces)
+        run_step(step.step, lists, given, cache)
         if state.is_first and (found_inf is None or not bool(found_inf)):
             state.keep_first()
         self.masters.ties.pop(id(pair.master), None)

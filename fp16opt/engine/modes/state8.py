@@ -171,18 +171,6 @@ def has_eight_bits(spec: FusedStepSpec | None) -> bool:
     return any(spec is FUNCTORS[name] for name in ("sgd", "adam", "adamw"))
 
 
-def _call_adam(columns: dict[str, Any], options: Any, group_of: Any, factors: Any, first: Any, **rest: Any) -> None:
-    first_codes, second_codes, scales = (columns[name] for name in _MOMENTS)
-    lists = columns["grads"], columns["masters"], first_codes, second_codes, scales, columns["step"]
-    state8.multi_tensor_adam8(*lists, options, group_of, factors, rest.pop("number"), **rest)
-
-
-def _call_sgd(columns: dict[str, Any], options: Any, group_of: Any, factors: Any, first: Any, **rest: Any) -> None:
-    codes, scales = (columns[name] for name in _MOMENTUM)
-    lists = columns["grads"], columns["masters"], codes, scales
-    state8.multi_tensor_sgd8(*lists, options, group_of, factors, rest.pop("number"), first=first, **rest)
-
-
 class EightBitState:
     """Codes of 8 bits, and one FP32 scale for each 128 of them; FP32 state where :func:`coded_piece` says so.
 
@@ -199,10 +187,12 @@ class EightBitState:
         self._is_sgd = spec is FUNCTORS["sgd"]
         self._full = spec
         if self._is_sgd:
-            parts: dict[str, Any] = {"state_names": _momentum, "make_state": _make_momentum, "call": _call_sgd}
+            parts: dict[str, Any] = {"state_names": _momentum, "make_state": _make_momentum}
         else:
-            parts = {"state_names": _moments, "make_state": _make_moments, "call": _call_adam}
-        self._coded = dataclasses.replace(self._full, check_state=_check_codes, piece=coded_piece, **parts)
+            parts = {"state_names": _moments, "make_state": _make_moments}
+        self._coded = dataclasses.replace(
+            self._full, step=state8.named_step, check_state=_check_codes, piece=coded_piece, **parts
+        )
 
     def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
         """The coded step where :func:`coded_piece` has one; the class's own FP32 step elsewhere, and for plain SGD."""
