@@ -515,7 +515,6 @@ void bind_tensors(py::module_& module) {
                               [](const auto& a, const auto& b) { return std::get<1>(a) == std::get<1>(b); });
         })
         .def_property_readonly("counts", [](const Reading& reading) { return counts_of(reading); })
-        .def_property_readonly("has_counts", [](const Reading& reading) { return reading.counts != nullptr; })
         .def("has_counts_of", [](const Reading& one, const Reading& other) { return counts_of(one) == counts_of(other); })
         .def_property_readonly("types", [](const Reading& reading) { return reading.forms->types; });
     py::class_<Reader>(module, "Reader")
