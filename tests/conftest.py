@@ -69,6 +69,7 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
+        gc.get_freeze_count = lambda: 1  # it counts them one by one, and a step without gradients asks if there are any
         gc.enable()
 
 
@@ -131,6 +132,16 @@ def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     with kept.folder("emulated", emulated.made_of(), tmp_path_factory) as folder:
         return emulated.build(folder)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the pretended driver and NVRTC; compiled as the kernels are."""
+    import cards
+    import kept
+
+    with kept.folder("cards", cards.made_of(), tmp_path_factory) as folder:
+        return cards.build(folder)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -107,7 +107,12 @@ def sample(seed: str, *axes: Sequence[Any], pairs: Sequence[tuple[int, int]] = (
         return rows
     places = itertools.product(*(range(len(values)) for values in axes))
     alone = [("", axis) for axis in range(len(axes))]
-    return [rows[number] for number in sorted(covering([(i, dict(enumerate(row))) for i, row in enumerate(places)], [*pairs, *alone], seed))]
+    return [
+        rows[number]
+        for number in sorted(
+            covering([(i, dict(enumerate(row))) for i, row in enumerate(places)], [*pairs, *alone], seed)
+        )
+    ]
 
 
 def covering(cells: Sequence[tuple[int, Values]], pairs: Sequence[tuple[Any, Any]], seed: str) -> list[int]:

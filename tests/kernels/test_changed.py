@@ -86,6 +86,7 @@ def run(models: Sequence[Tensor | None], stats: CastStats, calls: Sequence[Calla
         oracle.check(stats.changed, after)
 
 
+@pytest.mark.cells("each")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("own")])
 def test_steps_mark_what_they_change(implementation: str, kind: str, seed: int) -> None:
