@@ -408,6 +408,19 @@ def test_the_first_way_to_serve_meets_the_product_and_the_others_each_value() ->
     assert len(taken) < 6 + 2 * 6
 
 
+def test_rows_of_a_product_that_a_test_walks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = (["p", "q", "r"], [10, 20], [True, False])
+    monkeypatch.setattr(products, "takes_all", False)
+    rows = products.sample("a test", *axes, pairs=[(0, 2)])
+    assert {(a, c) for a, _, c in rows} == set(itertools.product(axes[0], axes[2]))
+    assert {b for _, b, _ in rows} == {10, 20}
+    assert len(rows) == len(set(rows)) == 6
+    assert rows == [row for row in itertools.product(*axes) if row in rows]
+    assert rows == products.sample("a test", *axes, pairs=[(0, 2)]) != products.sample("another", *axes, pairs=[(0, 2)])
+    monkeypatch.setattr(products, "takes_all", True)
+    assert products.sample("a test", *axes) == list(itertools.product(*axes))
+
+
 def test_every_cell_is_run_where_a_test_asks_for_it_and_rows_of_a_table_always() -> None:
     product = cells_of("every", ("a", ["p", "q"]), ("b", [10, 20]))
     assert sorted(products.chosen(product)) == [0, 1, 2, 3]
