@@ -67,7 +67,8 @@ def serve() -> tuple[list[str], bool]:
         writes = os.O_WRONLY | os.O_CREAT
         for stream, path, flags in ((0, os.devnull, os.O_RDONLY), (1, "out", writes), (2, "err", writes)):
             os.dup2(os.open(os.path.join(asked["folder"], path), flags), stream)
-        atexit.register(gc.freeze)  # at its end Python looks through all objects twice: for these a second
+        if not asked["clears_up"]:
+            atexit.register(gc.freeze)  # at its end Python looks through all objects twice: for these a second
         os.environ.clear()
         os.environ.update(asked["env"])
         os.chdir(asked["cwd"])

@@ -105,14 +105,9 @@ def sample(seed: str, *axes: Sequence[Any], pairs: Sequence[tuple[int, int]] = (
     rows = list(itertools.product(*axes))
     if takes_all:
         return rows
-    places = itertools.product(*(range(len(values)) for values in axes))
+    cells = [(number, dict(enumerate(map(id, row)))) for number, row in enumerate(rows)]
     alone = [("", axis) for axis in range(len(axes))]
-    return [
-        rows[number]
-        for number in sorted(
-            covering([(i, dict(enumerate(row))) for i, row in enumerate(places)], [*pairs, *alone], seed)
-        )
-    ]
+    return [rows[place] for place in sorted(covering(cells, [*pairs, *alone], seed))]
 
 
 def covering(cells: Sequence[tuple[int, Values]], pairs: Sequence[tuple[Any, Any]], seed: str) -> list[int]:

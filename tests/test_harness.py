@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import kept
 import numpy as np
 import oracle
@@ -445,3 +446,31 @@ def test_what_is_kept_goes_with_what_it_was_made_of(
             assert (folder / "made").exists() != is_new
             (folder / "made").touch()
     assert kept.digest(["ab", "c"]) != kept.digest(["a", "bc"])
+
+
+# ---- processes that are forked from one that has imported torch
+
+ENDS = """
+import atexit, sys, threading, time
+atexit.register(print, "at the end")
+threading.Thread(target=lambda: (time.sleep(0.05), print("a thread"))).start()
+sys.stdout.write("begun, ")
+"""
+
+
+@pytest.mark.parametrize("clears_up", [False, True])
+@pytest.mark.parametrize(
+    ("last", "code", "said"),
+    [
+        ("", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit(None)", 0, ""),
+        ("sys.exit('why')", 1, "why\n"),
+        ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
+    ],
+)
+def test_a_forked_process_ends_as_python_does(tmp_path: Path, last: str, code: int, said: str, clears_up: bool) -> None:
+    done = interpreters.python("-c", ENDS + last, cwd=tmp_path, clears_up=clears_up)
+    assert (done.returncode, done.stdout) == (code, "begun, a thread\nat the end\n")
+    assert done.stderr.endswith(said)
+    assert bool(done.stderr) == bool(said)

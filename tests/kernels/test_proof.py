@@ -82,10 +82,12 @@ class Touching(HostPlace):
 
 
 SOME = {*FIRST, *[*KERNELS][::4]}
-each = pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.all) for n in KERNELS])
+some_kernels = pytest.mark.parametrize(
+    "name", [n if n in SOME else pytest.param(n, marks=pytest.mark.all) for n in KERNELS]
+)
 
 
-@each
+@some_kernels
 def test_kernels_that_are_right_are_not_refused(kernels: pretended.Counting, name: str) -> None:
     found = proof.prove((name,), 0, HostPlace())[name]
     assert found.words == ""
@@ -108,7 +110,7 @@ def judged(name: str, byte: int, bits: int) -> str:
     return proof.compare(planted.planted(name).parts, memory, planted.expected(name)).words
 
 
-@each
+@some_kernels
 def test_another_bit_is_found_anywhere(name: str) -> None:
     """The lowest one of the first, of the last and of a middle element of tensors, one at a time."""
     parts = planted.planted(name).parts
