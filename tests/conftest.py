@@ -36,9 +36,9 @@ _COMMON = {
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 }
-settings.register_profile("default", max_examples=60, derandomize=True, **_COMMON)
+settings.register_profile("default", max_examples=30, derandomize=True, **_COMMON)
+settings.register_profile("all", max_examples=60, derandomize=True, **_COMMON)
 settings.register_profile("thorough", max_examples=1000, **_COMMON)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import products
 
     products.takes_all = config.getoption("--all")
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "all" if products.takes_all else "default"))
     cache = getattr(config, "cache", None)
     kept.home = None if cache is None else cache.mkdir("fp16opt")
     config.addinivalue_line("markers", "missing_scale: hears the warning of FP16 weights without a loss scale")
