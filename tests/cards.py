@@ -24,14 +24,26 @@ LIBRARIES = {"fake_cuda": "libcuda.so.1", "fake_nvrtc": "libnvrtc.so.14"}
 RELEASE = "14.3"  # of CUDA: a release whose NVRTC is nowhere else
 
 
-def build(folder: Path) -> Path:
-    """Both libraries, compiled into ``folder``. Skips the test where there is no compiler."""
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared"]
+
+
+def made_of() -> list[str]:
+    """All that both libraries depend on. Skips the test where there is no compiler."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("needs a C++ compiler")
-    for source, library in LIBRARIES.items():
-        command = [compiler, "-std=c++17", "-O1", "-fPIC", "-shared", str(NATIVE / f"{source}.cpp")]
-        subprocess.run([*command, "-o", str(folder / library), "-ldl"], check=True)
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    return [compiler, version, *FLAGS, *((NATIVE / f"{source}.cpp").read_text() for source in LIBRARIES)]
+
+
+def build(folder: Path) -> Path:
+    """Both libraries, compiled into ``folder`` if they are not there."""
+    compiler, done = made_of()[0], folder / "done"
+    if not done.exists():
+        for source, library in LIBRARIES.items():
+            command = [compiler, *FLAGS, str(NATIVE / f"{source}.cpp"), "-o", str(folder / library), "-ldl"]
+            subprocess.run(command, check=True)
+        done.touch()
     return folder
 
 

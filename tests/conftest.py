@@ -36,9 +36,9 @@ _COMMON = {
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 }
-settings.register_profile("default", max_examples=60, derandomize=True, **_COMMON)
+settings.register_profile("default", max_examples=30, derandomize=True, **_COMMON)
+settings.register_profile("all", max_examples=60, derandomize=True, **_COMMON)
 settings.register_profile("thorough", max_examples=1000, **_COMMON)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import products
 
     products.takes_all = config.getoption("--all")
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "all" if products.takes_all else "default"))
     cache = getattr(config, "cache", None)
     kept.home = None if cache is None else cache.mkdir("fp16opt")
     config.addinivalue_line("markers", "missing_scale: hears the warning of FP16 weights without a loss scale")
@@ -69,6 +70,7 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
+        gc.get_freeze_count = lambda: 1  # it counts them one by one, and a step without gradients asks if there are any
         gc.enable()
 
 
@@ -131,6 +133,16 @@ def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     with kept.folder("emulated", emulated.made_of(), tmp_path_factory) as folder:
         return emulated.build(folder)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the pretended driver and NVRTC; compiled as the kernels are."""
+    import cards
+    import kept
+
+    with kept.folder("cards", cards.made_of(), tmp_path_factory) as folder:
+        return cards.build(folder)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,10 +12,13 @@ A test says where it needs more, or less::
 
     @pytest.mark.cells("every")  # the product
     @pytest.mark.cells("each")  # each value once, also of what may serve
+
+A test that walks a product by itself, as ranks do that are asked once, takes its rows from :func:`sample`.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -89,6 +92,22 @@ def _of_one(name: str, strength: str, cells: Sequence[tuple[str, str, Values]], 
     taken = [place for place in places if way and cells[place][2][way] == first]
     pairs = [(way, axis) for axis in axes if axis != way]
     return taken + covering([(place, cells[place][2]) for place in places if place not in taken], pairs, name)
+
+
+def sample(seed: str, *axes: Sequence[Any], pairs: Sequence[tuple[int, int]] = ()) -> list[tuple[Any, ...]]:
+    """Rows of a product that a test walks by itself, in the product's order: with ``--all`` every one.
+
+    Args:
+        seed: what draws them; the test's name.
+        axes: the values of each.
+        pairs: axes, by their places, of which any two values meet. Of the others each value is met once.
+    """
+    rows = list(itertools.product(*axes))
+    if takes_all:
+        return rows
+    cells = [(number, dict(enumerate(map(id, row)))) for number, row in enumerate(rows)]
+    alone = [("", axis) for axis in range(len(axes))]
+    return [rows[place] for place in sorted(covering(cells, [*pairs, *alone], seed))]
 
 
 def covering(cells: Sequence[tuple[int, Values]], pairs: Sequence[tuple[Any, Any]], seed: str) -> list[int]:

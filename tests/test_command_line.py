@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
+import interpreters
 import pytest
 
 import fp16opt
@@ -188,19 +188,14 @@ def test_numbers_of_parameters_with_a_letter(capsys: pytest.CaptureFixture[str])
 def test_a_reader_that_goes_away_and_unknown_commands(tmp_path: Path, command: list[str], status: int) -> None:
     """``report | head -0``: the pipe is closed before anything is written."""
     environment = {**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parents[1])}
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = subprocess.run(
-        [sys.executable, "-m", "fp16opt", *command],
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        timeout=120,
-        check=False,
-    )
-    os.close(writing)
+    program = """
+import os, runpy
+reading, writing = os.pipe()
+os.close(reading)
+os.dup2(writing, 1)
+runpy.run_module("fp16opt", run_name="__main__", alter_sys=True)
+"""
+    done = interpreters.python("-c", program, *command, cwd=tmp_path, env=environment, clears_up=True)
     assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr

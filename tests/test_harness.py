@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import kept
 import numpy as np
 import oracle
@@ -408,6 +409,19 @@ def test_the_first_way_to_serve_meets_the_product_and_the_others_each_value() ->
     assert len(taken) < 6 + 2 * 6
 
 
+def test_rows_of_a_product_that_a_test_walks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = (["p", "q", "r"], [10, 20], [True, False])
+    monkeypatch.setattr(products, "takes_all", False)
+    rows = products.sample("a test", *axes, pairs=[(0, 2)])
+    assert {(a, c) for a, _, c in rows} == set(itertools.product(axes[0], axes[2]))
+    assert {b for _, b, _ in rows} == {10, 20}
+    assert len(rows) == len(set(rows)) == 6
+    assert rows == [row for row in itertools.product(*axes) if row in rows]
+    assert rows == products.sample("a test", *axes, pairs=[(0, 2)]) != products.sample("another", *axes, pairs=[(0, 2)])
+    monkeypatch.setattr(products, "takes_all", True)
+    assert products.sample("a test", *axes) == list(itertools.product(*axes))
+
+
 def test_every_cell_is_run_where_a_test_asks_for_it_and_rows_of_a_table_always() -> None:
     product = cells_of("every", ("a", ["p", "q"]), ("b", [10, 20]))
     assert sorted(products.chosen(product)) == [0, 1, 2, 3]
@@ -432,3 +446,31 @@ def test_what_is_kept_goes_with_what_it_was_made_of(
             assert (folder / "made").exists() != is_new
             (folder / "made").touch()
     assert kept.digest(["ab", "c"]) != kept.digest(["a", "bc"])
+
+
+# ---- processes that are forked from one that has imported torch
+
+ENDS = """
+import atexit, sys, threading, time
+atexit.register(print, "at the end")
+threading.Thread(target=lambda: (time.sleep(0.05), print("a thread"))).start()
+sys.stdout.write("begun, ")
+"""
+
+
+@pytest.mark.parametrize("clears_up", [False, True])
+@pytest.mark.parametrize(
+    ("last", "code", "said"),
+    [
+        ("", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit(None)", 0, ""),
+        ("sys.exit('why')", 1, "why\n"),
+        ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
+    ],
+)
+def test_a_forked_process_ends_as_python_does(tmp_path: Path, last: str, code: int, said: str, clears_up: bool) -> None:
+    done = interpreters.python("-c", ENDS + last, cwd=tmp_path, clears_up=clears_up)
+    assert (done.returncode, done.stdout) == (code, "begun, a thread\nat the end\n")
+    assert done.stderr.endswith(said)
+    assert bool(done.stderr) == bool(said)

@@ -125,12 +125,14 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Install:
     return Install(folder / "target", done.stdout + done.stderr)
 
 
+@pytest.mark.all
 def test_install_without_a_compiler_succeeds_and_says_once_that_it_is_pure_python(bare: Install) -> None:
     assert bare.log.count(SAYS_SO) == 1
     assert "/bin/false" in bare.log
     assert not [path.name for path in bare.folder.rglob("*") if path.suffix in (".so", ".pyd", ".dylib")]
 
 
+@pytest.mark.all
 def test_install_without_a_compiler_steps_on_the_reference_kernels_and_says_why(bare: Install) -> None:
     # Eight updates of 2**-13: each alone is lost in FP16, all together are two of its gaps below 1.
     program = f"{STEP}\nimport runpy\nrunpy.run_module('fp16opt', run_name='__main__')"
@@ -142,6 +144,7 @@ def test_install_without_a_compiler_steps_on_the_reference_kernels_and_says_why(
     assert "/bin/false" in report
 
 
+@pytest.mark.all
 def test_demanded_module_that_cannot_be_built_is_an_error(tmp_path: Path) -> None:
     source = copy_of_the_tree(tmp_path / "source")
     done = pip(
@@ -151,6 +154,7 @@ def test_demanded_module_that_cannot_be_built_is_an_error(tmp_path: Path) -> Non
     assert "FP16OPT_CPU=1 is set, but the compiler '/bin/false' failed" in done.stdout + done.stderr
 
 
+@pytest.mark.all
 def test_wheel_without_the_module_serves_every_python_of_this_system(tmp_path: Path) -> None:
     """As the wheel for Windows is made. Other systems go on compiling the sdist."""
     source = copy_of_the_tree(tmp_path / "source")
@@ -211,16 +215,19 @@ def test_a_clone_that_hides_an_install_says_so_once_and_what_to_type(bare: Insta
     assert outside.stderr == "", "the install without a compiler has said so"
 
 
+@pytest.mark.all
 def test_typing_marker_and_stub_are_installed(bare: Install) -> None:
     assert (bare.folder / "fp16opt" / "py.typed").is_file()
     assert (bare.folder / "fp16opt" / "_cpu.pyi").is_file()
 
 
+@pytest.mark.all
 def test_only_the_package_is_installed(bare: Install) -> None:
     names = {path.name for path in bare.folder.iterdir() if not path.name.endswith(".dist-info")}
     assert names == {"fp16opt"}
 
 
+@pytest.mark.all
 def test_version_has_one_source(bare: Install) -> None:
     assert bare.metadata["Version"] == fp16opt.__version__
     texts = [ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "fp16opt").rglob("*.py")]
@@ -241,6 +248,7 @@ def pinned(name: str) -> Version:
     return Version(pin)
 
 
+@pytest.mark.all
 def test_metadata_asks_for_a_range_of_torch_that_holds_the_pinned_one(bare: Install) -> None:
     required = [Requirement(text) for text in bare.metadata.get_all("Requires-Dist") or []]
     needed = [requirement for requirement in required if requirement.marker is None]

@@ -13,6 +13,7 @@ import bisect
 import contextlib
 import ctypes
 import itertools
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ import pytest
 import replaying
 import torch
 from torch import Tensor
+from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import ArgumentHandler, EventHandler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -362,6 +364,18 @@ class Graph:
         self._trace.replays = False
 
 
+class _NearestLines:
+    """What the sanitizer asks of `traceback` for each access: the nearest of its lines, which are read where a race is
+    shown."""
+
+    walk_stack = staticmethod(traceback.walk_stack)
+
+    class StackSummary(traceback.StackSummary):
+        @classmethod
+        def extract(cls, frames: Any, **options: Any) -> traceback.StackSummary:
+            return super().extract(frames, **{**options, "limit": 8})
+
+
 @contextlib.contextmanager
 def traced(libraries: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trace]:
     """Record what the library does inside, as on a card.
@@ -372,6 +386,7 @@ def traced(libraries: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> I
     """
     trace = Trace()
     with monkeypatch.context() as patch:
+        patch.setattr(_sanitizer, "traceback", _NearestLines)
         driver = cards.pretend(libraries, patch)
         cards.serve_host_tensors(patch)
         driver.run(emulated.paths)

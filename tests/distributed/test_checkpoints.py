@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import products
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,25 +103,25 @@ def save_four(rank: int, size: int, folder: str) -> None:
             torch.save((saved, later), Path(folder) / f"{how}.pt")
 
 
-def load_any(rank: int, size: int, folder: str) -> None:
+def load_any(rank: int, size: int, folder: str, rows: list[tuple[str, str, int]]) -> None:
     """Every way loads every way's checkpoint, bit for bit, and goes on as if nothing had happened."""
-    for how in HOWS:
+    for number, (how, other, _) in enumerate(rows):
         saved, later = torch.load(Path(folder) / f"{how}.pt")
-        for other in HOWS:
-            model, opt = make(other, lr=1.0)
-            if other == how:
-                train(model, opt, range(7, 9))  # used ones are overwritten
-            distributed.load(Path(folder) / how, model, opt)
-            assert not differences(whole(model, opt), saved), (how, other)
-            assert opt.param_groups[0]["lr"] == LR
-            train(model, opt, range(4, 6))
-            assert not differences(whole(model, opt), later), (how, other)
+        model, opt = make(other, lr=1.0)
+        if number % 2:
+            train(model, opt, range(7, 9))  # used ones are overwritten
+        distributed.load(Path(folder) / how, model, opt)
+        assert not differences(whole(model, opt), saved), (how, other)
+        assert opt.param_groups[0]["lr"] == LR
+        train(model, opt, range(4, 6))
+        assert not differences(whole(model, opt), later), (how, other)
 
 
 def test_four_ranks_save_and_four_two_and_one_load(four: World, two: World, tmp_path: Path) -> None:
     four.run(save_four, str(tmp_path))
-    four.run(load_any, str(tmp_path))
-    two.run(load_any, str(tmp_path))
+    rows = products.sample("who saves, who loads, on how many", HOWS, HOWS, (4, 2), pairs=[(0, 2), (1, 2)])
+    for world in (four, two):
+        world.run(load_any, str(tmp_path), [row for row in rows if row[2] == world.size])
     saved, later = torch.load(tmp_path / "fsdp2.pt")
     model, opt = make("none")
     distributed.load(tmp_path / "fsdp2", model, opt)

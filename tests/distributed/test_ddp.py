@@ -54,10 +54,10 @@ def values(opt: Any) -> list[Tensor]:
     return [*opt.master_params(), *opt.model_params(), *state, opt.scaler.scale]
 
 
-def long_run(rank: int, size: int, dtype: torch.dtype) -> None:
-    poison = {(step, step // 7 % size) for step in range(3, 200, 7)}
+def long_run(rank: int, size: int, dtype: torch.dtype, steps: int) -> None:
+    poison = {(step, step // 7 % size) for step in range(3, steps, 7)}
     _, ddp, opt = make(dtype, every=10)
-    skips = train(rank, ddp, opt, range(200), poison)
+    skips = train(rank, ddp, opt, range(steps), poison)
     assert [step for step, skipped in enumerate(skips) if skipped] == sorted(step for step, _ in poison)
     assert opt.skipped_steps == len(poison)
     assert_alike(values(opt))
@@ -66,11 +66,11 @@ def long_run(rank: int, size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_masters_stay_equal_over_200_steps_with_overflows_on_changing_ranks(two: World, dtype: torch.dtype) -> None:
-    two.run(long_run, dtype)
+    two.run(long_run, dtype, 200)
 
 
 def test_four_ranks_too(four: World) -> None:
-    four.run(long_run, torch.float16)
+    four.run(long_run, torch.float16, 60)
 
 
 def count_messages(rank: int, size: int) -> None:

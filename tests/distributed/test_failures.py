@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,28 @@ def test_survivors_hear_of_a_dead_rank_and_disk_holds_whole_checkpoints(tmp_path
     assert not (tmp_path / "half").exists()
 
 
+def nothing(rank: int, size: int) -> None:
+    """The ranks are there."""
+
+
+def at_once(*tasks: tuple[Any, ...]) -> list[list[Any]]:
+    """What the ranks of a world each return: while one world waits for a time-out, so does the other."""
+    worlds = [World(2) for _ in tasks]
+    try:
+        for world in worlds:
+            world.run(nothing)
+        with ThreadPoolExecutor(len(tasks)) as pool:
+            return [job.result() for job in [pool.submit(w.run, *task) for w, task in zip(worlds, tasks, strict=True)]]
+    finally:
+        for world in worlds:
+            world.stop(kill=True)
+
+
 def silent(rank: int, size: int) -> str:
     """A rank that does not come: the group's timeout ends the waiting."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     if rank == 1:
-        time.sleep(5)
+        time.sleep(3)
         return ""
     began = time.monotonic()
     try:
@@ -123,14 +141,6 @@ def silent(rank: int, size: int) -> str:
         assert time.monotonic() - began < 10
         return "timed out"
     return "nothing was raised"
-
-
-def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
-    world = World(2)
-    try:
-        assert world.run(silent)[0] == "timed out"
-    finally:
-        world.stop(kill=True)
 
 
 def others_do_other_things(rank: int, size: int, folder: str) -> list[str]:
@@ -190,20 +200,14 @@ def comes_late(rank: int, size: int) -> None:
     opt.step()
 
 
-def test_a_rank_that_comes_late_is_waited_for() -> None:
-    world = World(2)
-    try:
-        world.run(comes_late)
-    finally:
-        world.stop(kill=True)
+def test_a_rank_that_does_not_come_is_given_up_and_one_that_comes_late_waited_for() -> None:
+    heard, _ = at_once((silent,), (comes_late,))
+    assert heard[0] == "timed out"
 
 
 def test_ranks_that_do_other_things_are_named(tmp_path: Path) -> None:
-    world = World(2)
-    try:
-        first, second = world.run(others_do_other_things, str(tmp_path))
-    finally:
-        world.stop(kill=True)
+    heard = at_once((others_do_other_things, str(tmp_path)), (leaves_a_step_out, str(tmp_path)))
+    first, second = heard[0]
     called = "was not called by all ranks"
     assert first[0].startswith(
         f"save('one') {called} within 2 s: rank 1 is in load('all'). Every rank must make the same calls"
@@ -215,10 +219,6 @@ def test_ranks_that_do_other_things_are_named(tmp_path: Path) -> None:
     assert first[1].startswith(f"save('one') {called} within 2 s: rank 1 is in a forward of the model.")
     assert second[1].startswith(f"a forward of the model {called}: rank 0 is in save('one').")
     assert not (tmp_path / "one").exists()
-    world = World(2)
-    try:
-        first, second = world.run(leaves_a_step_out, str(tmp_path))
-    finally:
-        world.stop(kill=True)
+    first, second = heard[1]
     assert first.startswith(f"a clip or a step {called}: rank 1 is in a forward of the model.")
     assert second.startswith(f"a forward of the model {called}: rank 0 is in a clip or a step.")

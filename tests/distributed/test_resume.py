@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
+import products
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,6 +22,14 @@ from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 SPLIT = {"master_weights": "split"}
 FUSED = {"fused_step": True}
 NONE = {"master_weights": "none"}
+Kind = tuple[str, dict[str, Any]]
+KINDS: tuple[Kind, ...] = (("ddp", {}), ("ddp", SPLIT), ("ddp", FUSED), ("fsdp2", {}))
+MOVES = [
+    (before, after)
+    for before in KINDS
+    for after in KINDS
+    if SPLIT in (before[1], after[1]) or FUSED in (before[1], after[1])  # test_checkpoints.py has the others
+]
 
 
 def make(how: str, net: nn.Module | None = None, inner: Any = AdamW, **options: Any) -> tuple[nn.Module, Any]:
@@ -53,34 +61,30 @@ def alike(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x.float(), y.float()) for x, y in zip(a, b, strict=True))
 
 
-def choices(rank: int, size: int, folder: str) -> None:
+def choices(rank: int, size: int, folder: str, rows: list[tuple[tuple[Kind, Kind], str]]) -> None:
     """Masters of any kind go into files as FP32 values, and come back as any other kind, bit for bit."""
-    hows: tuple[tuple[str, dict[str, Any]], ...] = (("ddp", {}), ("ddp", SPLIT), ("ddp", FUSED), ("fsdp2", {}))
-    for number, ((how, options), (other, choice)) in enumerate(itertools.product(hows, hows)):
-        if not (SPLIT in (options, choice) or FUSED in (options, choice)):
-            continue
-        for dtype in ("", " bf16"):
-            path = Path(folder) / f"{number}{dtype}"
-            model, opt = make(how + dtype, **options)
-            train(model, opt, range(4))
-            distributed.save(path, model, opt)
-            weights = distributed.fp32_state_dict(model, opt)
-            saved = masters(opt)
-            if rank == 0:
-                assert alike(list(weights.values()), saved), (how, options)
-            again, fresh = make(other + dtype, **choice)
-            train(again, fresh, range(7, 8))
-            distributed.load(path, again, fresh)
-            assert alike(masters(fresh), saved), (how, options, other, choice)
-            if FUSED in (options, choice) and options != choice:
-                continue  # a fused step has roundings of its own
-            train(model, opt, range(4, 6))
-            train(again, fresh, range(4, 6))
-            assert alike(masters(fresh), masters(opt)), (how, options, other, choice)
+    for number, (((how, options), (other, choice)), dtype) in enumerate(rows):
+        path = Path(folder) / f"{number}"
+        model, opt = make(how + dtype, **options)
+        train(model, opt, range(4))
+        distributed.save(path, model, opt)
+        weights = distributed.fp32_state_dict(model, opt)
+        saved = masters(opt)
+        if rank == 0:
+            assert alike(list(weights.values()), saved), (how, options)
+        again, fresh = make(other + dtype, **choice)
+        train(again, fresh, range(7, 8))
+        distributed.load(path, again, fresh)
+        assert alike(masters(fresh), saved), (how, options, other, choice)
+        if FUSED in (options, choice) and options != choice:
+            continue  # a fused step has roundings of its own
+        train(model, opt, range(4, 6))
+        train(again, fresh, range(4, 6))
+        assert alike(masters(fresh), masters(opt)), (how, options, other, choice)
 
 
 def test_masters_of_any_kind_load_as_any_other(two: World, tmp_path: Path) -> None:
-    two.run(choices, str(tmp_path))
+    two.run(choices, str(tmp_path), products.sample("kinds", MOVES, ["", " bf16"]))
 
 
 def without(rank: int, size: int, folder: str) -> None:

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import cards
 import pytest
 import torch
 import traces
@@ -36,11 +35,6 @@ from fp16opt.prove.trials import MODES, OPTIMIZERS, Loop, Trials
 Tracing = Callable[[], AbstractContextManager[traces.Trace]]
 HERE = torch.device("cpu")
 IN_TIME = {f"AdamW, {mode}" for mode in MODES} | {"SGD momentum, 8-bit state", "Lion, split masters"}
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cards.build(tmp_path_factory.mktemp("cards"))
 
 
 @pytest.fixture

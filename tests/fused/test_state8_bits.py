@@ -107,6 +107,7 @@ class Problem:
             e.p = kept.copy()
 
 
+@pytest.mark.cells("each")
 @few
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ADAM_CASES)
@@ -130,6 +131,7 @@ def test_adam_has_the_bits_of_the_oracle(case: str, kind: str, implementation: s
     assert [float(s) for s in steps] == [4.0] * len(SIZES)
 
 
+@pytest.mark.cells("each")
 @few
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", SGD_CASES)

@@ -27,7 +27,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     """In another process, as what is wrong here ends one."""
     head = "import torch\nfrom fp16opt.kernels.native import module as _cpu\n"
     home = Path(native.__file__).parents[2]  # Python looks first where it is started: a checkout may hold no module
-    return interpreters.python("-c", head + textwrap.dedent(code), cwd=home)
+    return interpreters.python("-c", head + textwrap.dedent(code), cwd=home, clears_up=True)
 
 
 def test_python_ends_while_a_thread_works() -> None:

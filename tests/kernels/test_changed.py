@@ -86,6 +86,7 @@ def run(models: Sequence[Tensor | None], stats: CastStats, calls: Sequence[Calla
         oracle.check(stats.changed, after)
 
 
+@pytest.mark.cells("each")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("own")])
 def test_steps_mark_what_they_change(implementation: str, kind: str, seed: int) -> None:
@@ -97,6 +98,7 @@ def test_steps_mark_what_they_change(implementation: str, kind: str, seed: int) 
     run(case.columns["models"], stats, [case.run, lambda: case.again(other), lambda: case.again(grads)])
 
 
+@pytest.mark.cells("each")
 @pytest.mark.parametrize("sizes", [(0, 1, 63, 64, 65), (2047, 2048, 2049), (65535, 65536, 65537, 200001)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_casts_mark_what_they_change(implementation: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:

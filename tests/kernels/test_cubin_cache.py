@@ -29,11 +29,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "a" / "cache"
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cards.build(tmp_path_factory.mktemp("cards"))
-
-
 def load(release: tuple[int, int] = (12, 9), capability: int = 90) -> tuple[Cubins | None, list[str]]:
     return cubin_cache.load(DIGEST, capability, release)
 

@@ -1,6 +1,7 @@
 """What NVRTC makes of the CUDA sources, for every card: exact arithmetic, wide accesses, nothing spilled.
 
-The packages nvidia-cuda-nvrtc-cu12 and nvidia-cuda-nvrtc bring the compilers; there need be no card.
+The packages nvidia-cuda-nvrtc-cu12 and nvidia-cuda-nvrtc bring the compilers; there need be no card. A user's run
+leaves them out: no install compiles these kernels, and the first use on a card proves each of them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ REGISTERS = dict.fromkeys(
 TWO_BLOCKS = (100, 120)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
 SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few numbers
 
-# The oldest card, which has the fewest instructions. The others are compiled for with `-m slow`.
+# The oldest card, which has the fewest instructions, by `--all`. The others are compiled for with `-m slow`.
 QUICK: dict[int, tuple[int, ...]] = {12: (70,), 13: ()}
 # By the CUDA release of the compiler: of the later one the oldest, the commonest and the newest.
 CARDS: dict[int, tuple[int, ...]] = {12: cuda_devices.CARDS, 13: (75, 90, 120)}
@@ -108,7 +109,7 @@ def cases() -> list[object]:
     found: list[object] = []
     for major, compiler in COMPILERS.items():
         for arch in (card for card in CARDS[major] if card in compiler.archs):
-            marks = [] if arch in QUICK[major] else [pytest.mark.slow]
+            marks = [pytest.mark.all if arch in QUICK[major] else pytest.mark.slow]
             found.append(pytest.param((major, arch), marks=marks, id=f"nvrtc{major}-sm_{arch}"))
     return found or [pytest.param((0, 0), id="none")]
 

@@ -39,11 +39,6 @@ STREAM = "7700000000000010"
 FIRST = list(cuda_rows.FIRST)
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cards.build(tmp_path_factory.mktemp("cards"))
-
-
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FP16OPT_CACHE", str(tmp_path / "cache"))

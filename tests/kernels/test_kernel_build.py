@@ -69,6 +69,7 @@ def test_the_installed_package_is_small() -> None:
     assert sum(path.stat().st_size for path in files) < 3_500_000
 
 
+@pytest.mark.all
 @needs_build_tools
 @pytest.mark.parametrize(
     ("compiler", "reason"),
@@ -83,6 +84,7 @@ def test_without_a_compiler_the_build_goes_on_and_says_so_once(tmp_path: Path, c
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.all
 @needs_build_tools
 def test_the_module_can_be_demanded_or_skipped(tmp_path: Path) -> None:
     demanded = build(tmp_path / "demanded", CXX="/bin/false", FP16OPT_CPU="1")
@@ -105,6 +107,7 @@ touch "$out"
 """
 
 
+@pytest.mark.all
 @needs_build_tools
 def test_the_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> None:
     """By a compiler that notes what it is asked: each unit is one command, and what is there as it is now stays."""
@@ -135,6 +138,7 @@ def test_the_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> Non
     assert compiled(CXXFLAGS="-O1") == first, "a header that all include"
 
 
+@pytest.mark.all
 @needs_build_tools
 @pytest.mark.parametrize(
     ("target", "levels"),
@@ -175,6 +179,7 @@ def test_on_windows_the_module_is_left_out_and_can_not_be_demanded(monkeypatch: 
         build_of_ours["compiler"]()
 
 
+@pytest.mark.all
 @needs_build_tools
 @pytest.mark.parametrize("missing", [("pybind11",), ("ninja",), ("pybind11", "ninja")])
 def test_the_build_says_which_packages_it_lacks(tmp_path: Path, missing: tuple[str, ...]) -> None:
@@ -191,6 +196,7 @@ def test_the_build_says_which_packages_it_lacks(tmp_path: Path, missing: tuple[s
     )
 
 
+@pytest.mark.all
 @needs_build_tools
 def test_the_build_leaves_the_source_of_the_cuda_kernels(tmp_path: Path) -> None:
     """In one text, with every header of ours in it once, and whatever becomes of the CPU module."""
@@ -205,6 +211,7 @@ def test_the_build_leaves_the_source_of_the_cuda_kernels(tmp_path: Path) -> None
     assert system == {"cstddef", "cstdint", "cstdlib", "cstring", "vector"}, "for a host compiler; NVRTC has none"
 
 
+@pytest.mark.all
 @needs_build_tools
 def test_flags_never_allow_contraction_or_fast_math() -> None:
     text = (ROOT / "setup.py").read_text()
