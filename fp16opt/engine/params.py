@@ -172,7 +172,7 @@ class ParamTable:
             while it stands.
         layout: grows where parameters were laid out in other strides or memory of other kinds.
         looked_at: how many log lines there had been when :meth:`verify_moved` last read the models. A handler of a
-            later one may have written them.
+            later one may have written them. -1: other code of the user's has run since.
         models, masters, names: of each pair.
         devices: in the order of their first parameters.
         elsewhere: model parameters whose masters are on other ranks.
@@ -335,8 +335,12 @@ class ParamTable:
                 pair.follow_memory()
             self.layout += 1
 
+    def doubt(self) -> None:
+        """Code of the user's has run, which may have written the models."""
+        self.looked_at = -1
+
     def sees(self) -> bool:
-        """Whether no log line has run code of the user's since the models were read, by the call that is at work."""
+        """Whether no code of the user's has run since the models were read, by the call that is at work."""
         return self.looked_at == Lines.told
 
     def verify(self) -> None:

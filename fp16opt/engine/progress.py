@@ -92,11 +92,10 @@ class OwnPart:
 
     def _versions_of_state(self) -> list[int]:
         entries = list(self._optimizer.state.values())
-        values = map(dict.values, entries)
-        # The first of an entry is what torch's own steps write first of it: the counter, where there is one.
-        looked_at = [next(iter(of_one), None) for of_one in values] if self._is_torchs else list(_chain(values))
         try:
-            return versions_of(looked_at)
+            if self._is_torchs:  # whose steps write the counter of an entry first, where there is one
+                return versions_of([entry.get("step", next(iter(entry.values()), None)) for entry in entries])
+            return versions_of(list(_chain(map(dict.values, entries))))
         except (AttributeError, TypeError, RuntimeError):  # not all are plain tensors that count versions
             return [version(value) for entry in entries if isinstance(entry, dict) for value in _tensors(entry)]
 

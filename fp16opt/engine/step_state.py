@@ -856,6 +856,7 @@ class StepState(abc.ABC):
             norms = self.ranks.largest(norms)
         for (scaler, _), norm in zip(verdict.untold, norms.unbind(), strict=True):
             scaler.see(norm)
+        self.params.doubt()  # a scaler may be of a class of the user's
         self.stage = self.stage._replace(verdict=verdict._replace(untold=()))
 
     def _agree(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -359,8 +361,17 @@ def run_step(
         return returned[-1]
 
 
-_FRAME = Optimizer.profile_hook_step(lambda _: None).__code__
-"""Of what torch puts around the ``step`` of each optimizer class: its step hooks, and a frame for its profiler."""
+def _frame() -> CodeType | None:
+    """What torch puts around the ``step`` of each optimizer class: its step hooks, and a frame for its profiler.
+
+    None where it is not torch's own: other code has put something else in its place.
+    """
+    code: CodeType | None = getattr(Optimizer.profile_hook_step(lambda _: None), "__code__", None)
+    own = sys.modules[Optimizer.__module__].__file__
+    return code if code is not None and code.co_filename == own else None
+
+
+_FRAME = _frame()
 
 
 def _without_frame(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
@@ -371,7 +382,9 @@ def _without_frame(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
     method = _guarded(optimizer, "step")
     patch = optimizer.__dict__.get("step") if method is None else method.inner
     framed = type(optimizer).step
-    if patch is not None or getattr(framed, "__code__", None) is not _FRAME or has_step_hooks(optimizer):
+    if patch is not None or _FRAME is None or has_step_hooks(optimizer):
+        return None
+    if getattr(framed, "__code__", None) is not _FRAME:
         return None
     if torch.autograd.profiler._is_profiler_enabled:
         return None

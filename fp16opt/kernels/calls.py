@@ -234,8 +234,8 @@ class Plan:
         trusted: kernels that were found to be right: (the name of CUDA's, whether it is the one that marks).
         grouped: of a step, the ``group_of`` that was found to fit, and the number of groups.
         stats: those that were found to fit at the last call; their tensors stay.
-        options: of a step, those of the last call, where they are numbers alone.
-        packed: these as compiled code on the CPU reads them.
+        packed: of a step, the options of the last call, where they are numbers alone, and these as compiled code on the
+            CPU reads them.
     """
 
     operation: Operation
@@ -254,8 +254,7 @@ class Plan:
     trusted: set[tuple[str, bool]] = field(default_factory=set)
     grouped: tuple[Any, int] = (None, 0)
     stats: Given | None = None
-    options: tuple[Any, ...] = ()
-    packed: bytes = b""
+    packed: tuple[tuple[Any, ...], bytes] = ((), b"")
 
 
 class Call(NamedTuple):

@@ -186,10 +186,10 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
     pieces = None if values.pieces is None else tuple(values.pieces)
     call = checked(operation, given, cache, getattr(values.factors[0], "device", None), pieces)
     plan = call.plan
-    are_known = len(values.options) == len(plan.options) and are_items(values.options, plan.options)
+    before, packed = plan.packed
+    are_known = len(values.options) == len(before) and are_items(values.options, before)
     if not are_known:
         check_options(operation.name, step.options, values.options)
-        plan.options = ()
     _check_values(operation, values, plan)
     call = call.served(None if values.stats is None else values.stats.marks)
     plan = call.plan
@@ -213,14 +213,12 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
         cuda_steps.launch(call, values._replace(options=list(map(step.packed, values.options))))
     elif plan.serving is not None and plan.direct:
         if not are_known:
-            packed = map(step.packed, values.options)
-            plan.packed = b"".join(itertools.starmap(PACKS[operation.cuda], packed))
-            numbers_alone = all(not isinstance(one, Tensor) for one in itertools.chain(*values.options))
-            plan.options = tuple(values.options) if numbers_alone else ()
-        groups = plan.packed
+            packed = b"".join(itertools.starmap(PACKS[operation.cuda], map(step.packed, values.options)))
+            if not any(isinstance(one, Tensor) for one in itertools.chain(*values.options)):
+                plan.packed = tuple(values.options), packed
         stats, number = values.stats, values.number & 0xFFFFFFFF
         found = (0, 0, 0) if stats is None else (stats.overflow, *stats.marks)
-        behind = [step.functor, *values.factors, *found, stats is not None, values.group_of, groups, number]
+        behind = [step.functor, *values.factors, *found, stats is not None, values.group_of, packed, number]
         native.launch(call, behind, written=[] if stats is None else [stats.overflow], flags=first)
     else:
         call.returned.append(True)

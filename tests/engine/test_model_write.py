@@ -21,7 +21,7 @@ from engine.checks import (
     one_step,
     snapshot,
 )
-from fp16opt import MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer, StaticLossScaler
 
 pytestmark = by_step
 
@@ -437,4 +437,23 @@ def test_a_weight_that_a_log_handler_writes_in_the_midst_of_a_step_is_taken(fuse
         opt.step()
     finally:
         logging.getLogger("fp16opt").removeHandler(handler)
+    assert [weight.tolist(), old[0].tolist()] == [[3.0 - 0.125] * 64, [1.0] * 64]
+
+
+@pytest.mark.parametrize("fused", ["auto", False])
+def test_a_weight_that_a_scaler_gives_other_memory_in_the_midst_of_a_step_is_taken(fused: bool | str) -> None:
+    """A scaler of the user's own hears of norms between a step's first look at weights and its kernel."""
+    weight = torch.nn.Parameter(torch.ones(64, dtype=torch.float16))
+    old: list[Tensor] = []
+
+    class Writing(StaticLossScaler):
+        follows_norms = True
+
+        def see(self, norm: Tensor) -> None:
+            old.append(weight.data)
+            weight.data = torch.full((64,), 3.0, dtype=torch.float16)
+
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=0.5), scaler=Writing(8.0), fused_step=fused)
+    opt.backward(linear_loss([weight], [0.25]))
+    opt.step()
     assert [weight.tolist(), old[0].tolist()] == [[3.0 - 0.125] * 64, [1.0] * 64]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import Adam
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.overrides import TorchFunctionMode
 
 from engine.checks import assert_same, by_step, linear_loss, one_step, ones
 from fp16opt import MixedPrecisionOptimizer
@@ -189,3 +190,58 @@ def test_a_refused_load_puts_state_of_a_class_without_clone_back() -> None:
         opt.load_state_dict(saved)
     for master, before in zip(opt.master_params(), kept, strict=True):
         assert torch.equal(opt.state[master]["average"].inner, before)
+
+
+class _Counting(Optimizer):
+    """Gradient descent that counts its steps beside the entries of parameters, in a number of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+        self.state["all"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["all"] += 1
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=self.param_groups[0]["lr"])
+
+
+def test_an_optimizer_may_keep_a_number_of_its_own_in_its_state() -> None:
+    param = ones()
+    opt = MixedPrecisionOptimizer(_Counting([param]), loss_scale=4.0)
+    for _ in range(2):
+        one_step(opt, [param], [0.25])
+    assert param.tolist() == [1.0 - 2 * 0.125] * len(param)
+    assert opt.optimizer.state["all"] == 2
+
+
+class _Stop(KeyboardInterrupt):
+    """As of Ctrl-C, and no other one."""
+
+
+class _StopAtMoments(TorchFunctionMode):
+    """Raises where Adam has counted the step, and is about to write the first moment."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.lerp_:
+            raise _Stop
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["as torch makes it", "turned around"])
+def test_a_step_is_known_to_be_cut_whatever_the_order_of_a_loaded_state(turned: bool) -> None:
+    """A file may hold an entry in another order than torch makes it."""
+    param = ones()
+    opt = MixedPrecisionOptimizer(Adam([param], foreach=False), fused_step=False, loss_scale=4.0)
+    one_step(opt, [param], [0.25])
+    saved = copy.deepcopy(opt.state_dict())
+    if turned:
+        state = saved["optimizer"]["state"]
+        saved["optimizer"]["state"] = {at: dict(reversed(entry.items())) for at, entry in state.items()}
+    opt.load_state_dict(saved)
+    opt.zero_grad()
+    opt.backward(linear_loss([param], [0.25]))
+    with pytest.raises(_Stop), _StopAtMoments():
+        opt.step()
+    saved = opt.state_dict()
+    assert [saved["steps"], int(saved["optimizer"]["state"][0]["step"])] == [2, 2]
