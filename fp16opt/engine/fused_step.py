@@ -21,7 +21,7 @@ from ..kernels.backends import captures
 from ..kernels.lists import is_dense
 from ..kernels.pieces import WHOLE, Piece
 from ..kernels.steps import NamedStep, StepValues, run_step
-from ..kernels.tensor_lists import are_items, hold, read_for_next
+from ..kernels.tensor_lists import all_there, are_items, hold, read_for_next
 from . import errors
 from .diagnostics import Lines
 from .dtensors import piece_of, pieces, raw_grads
@@ -204,7 +204,7 @@ class _KernelCall:
         states: of each of the rows.
         masters, models, state: by row of the device, None in other rows.
         group_of: by row of the device: the group's number.
-        first: by row of the device: whether its state holds nothing yet.
+        first: by row of the device: whether its state holds nothing yet; False where it does in none.
         pieces: by row of the device, where that matters: see :func:`pieces_of`.
     """
 
@@ -217,13 +217,13 @@ class _KernelCall:
     models: tuple[Tensor | None, ...] = ()
     state: dict[str, tuple[Tensor | None, ...]] = field(default_factory=dict)
     group_of: tuple[int, ...] = ()
-    first: list[bool] = field(default_factory=list)
+    first: bool | list[bool] = False
     pieces: tuple[Piece, ...] | None = None
     cache: CallCache = field(default_factory=CallCache)
 
     def close(self, found_inf: Tensor | None) -> None:
         """The kernel has run: the optimizer keeps the state that a first step has filled, if it was not skipped."""
-        if True in self.first and (found_inf is None or not bool(found_inf)):
+        if self.first and (found_inf is None or not bool(found_inf)):
             for state in self.states:
                 state.keep_first()
 
@@ -240,10 +240,11 @@ class _KernelCall:
         if of_whole is not None:
             by_row = dict(zip(self.rows, of_whole, strict=True))
             self.pieces = tuple(by_row.get(row, WHOLE) for row in range(count))
-        group_of, self.first = [0] * count, [False] * count
+        group_of, first = [0] * count, [False] * count
         for row, pair, state in zip(self.rows, pairs, self.states, strict=True):
-            group_of[row], self.first[row] = pair.group, state.is_first
+            group_of[row], first[row] = pair.group, state.is_first
         self.group_of = tuple(group_of)
+        self.first = first if any(first) else False
 
 
 def pieces_of(spec: FusedStepSpec, masters: Masters, pairs: Sequence[ParamPair]) -> list[Piece] | None:
@@ -277,7 +278,7 @@ class _Plan:
     Attributes:
         generation: the parameter table's.
         models, masters: of all rows of the device: FSDP2 makes new pieces where a model is moved.
-        there: by row, whether it has a gradient.
+        there: by row, whether it has a gradient; None where all have.
         deciding: of each group.
         kept: of each call, the dicts of state, and by name what they hold.
         owners, entries: the whole state of the optimizer, as keys and values.
@@ -286,7 +287,7 @@ class _Plan:
     generation: int
     models: tuple[Tensor, ...]
     masters: tuple[Tensor, ...]
-    there: list[bool]
+    there: list[bool] | None
     deciding: list[tuple[Any, ...]]
     calls: list[_KernelCall]
     kept: list[tuple[list[dict[str, Any]], dict[str, list[Tensor]]]] = field(default_factory=list)
@@ -560,7 +561,7 @@ class FusedStep:
         """The calls of one device: those of the last step, or new ones."""
         if grads.has_sparse:
             raise CannotServe(f"the gradient of {_first_sparse(device)!r} is sparse")
-        there = [grad is not None for grad in grads.grads]
+        there = None if all_there(grads.grads) else [grad is not None for grad in grads.grads]
         deciding = [group.deciding for group in groups]
         plan = self._plans.get(device.device)
         if (
@@ -581,10 +582,12 @@ class FusedStep:
             self._plans[device.device] = plan
         return plan
 
-    def _new_calls(self, device: DeviceParams, groups: list[GroupSettings], there: list[bool]) -> list[_KernelCall]:
+    def _new_calls(
+        self, device: DeviceParams, groups: list[GroupSettings], there: list[bool] | None
+    ) -> list[_KernelCall]:
         calls: dict[tuple[bool, tuple[str, ...]], _KernelCall] = {}
         for row, pair in enumerate(device.pairs):
-            if not there[row] or not pair.has_master:
+            if not (pair.has_master and (there is None or there[row])):
                 continue
             state = ParamState.find(self.optimizer, self.state_format, groups[pair.group].settings, pair)
             key = pair.is_apart, tuple(state.tensors)

@@ -323,12 +323,12 @@ def own_masters(params: ParamTable, owner: GradientOwner, mixed_in: Any = None) 
 @contextlib.contextmanager
 def ordinary_parameters(params: ParamTable, progress: Progress | None = None) -> Iterator[None]:
     """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops."""
-    masters = [master for master in params.masters if type(master) in _ORDINARY]
+    masters = params.masters
     owned = list(map(type, masters))
 
     def put_back() -> None:
         set_classes(masters, owned)
 
     with (Progress() if progress is None else progress).putting_back(put_back):
-        set_classes(masters, [_ORDINARY[cls] for cls in owned])
+        set_classes(masters, list(map(_ORDINARY.get, owned, owned)))
         yield

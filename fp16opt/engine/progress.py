@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import kernels
-from ..kernels.tensor_lists import versions_of
+from ..kernels.tensor_lists import all_there, versions_of
 from .dtensors import version, versions
 from .schema import is_torch_class
 
@@ -94,7 +94,10 @@ class OwnPart:
         entries = list(self._optimizer.state.values())
         try:
             if self._is_torchs:  # whose steps write the counter of an entry first, where there is one
-                return versions_of([entry.get("step", next(iter(entry.values()), None)) for entry in entries])
+                counters = [entry.get("step") for entry in entries]
+                if not all_there(counters):
+                    counters = [entry.get("step", next(iter(entry.values()), None)) for entry in entries]
+                return versions_of(counters)
             return versions_of(list(_chain(map(dict.values, entries))))
         except (AttributeError, TypeError, RuntimeError):  # not all are plain tensors that count versions
             return [version(value) for entry in entries if isinstance(entry, dict) for value in _tensors(entry)]
