@@ -214,7 +214,11 @@ def test_a_hook_may_give_a_weight_other_memory(kind: str, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("watched", ["not at all", "by a profiler", "by a hook"])
-def test_a_step_has_the_profilers_frame_where_somebody_watches(watched: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fused", [True, False], ids=["one pass", "wrapped step"])
+def test_a_step_has_the_profilers_frame_where_somebody_watches(
+    fused: bool, watched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wrapper's, and that of the optimizer within."""
     frames: list[str] = []
     true_frame = torch.autograd.profiler.record_function
 
@@ -223,16 +227,19 @@ def test_a_step_has_the_profilers_frame_where_somebody_watches(watched: str, mon
         return true_frame(name, *arguments)
 
     p = ones()
-    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), fused_step=True)
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), fused_step=fused)
     one_step(opt, [p], [0.25])
     monkeypatch.setattr(torch.autograd.profiler, "record_function", noted)
     if watched == "by a hook":
         opt.register_step_post_hook(lambda *_: None)
+        opt.optimizer.register_step_post_hook(lambda *_: None)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) if watched == "by a profiler" else contextlib.nullcontext():
         one_step(opt, [p], [0.25])
-    name = "Optimizer.step#MixedPrecisionOptimizer.step"
-    assert frames.count(name) == (watched != "not at all")
+    is_watched = watched != "not at all"
+    assert frames.count("Optimizer.step#MixedPrecisionOptimizer.step") == is_watched
+    assert fused or frames.count("Optimizer.step#SGD.step") == is_watched
+    assert p.tolist() == [1.0 - 2 * 0.125] * len(p)
 
 
 def test_an_own_step_of_a_subclass_has_torchs_hooks() -> None:
@@ -292,30 +299,6 @@ def test_what_a_pre_hook_sets_counts_also_where_it_removes_itself(settings: dict
     plain.grad = torch.full((4,), 0.25)
     reference.step()
     assert torch.equal(next(opt.master_params()), plain)
-
-
-@pytest.mark.parametrize("watched", ["not at all", "by a profiler", "by a hook"])
-def test_a_wrapped_step_has_the_profilers_frame_where_somebody_watches(
-    watched: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frames: list[str] = []
-    true_frame = torch.autograd.profiler.record_function
-
-    def noted(name: str, *arguments: Any) -> Any:
-        frames.append(name)
-        return true_frame(name, *arguments)
-
-    p = ones()
-    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), fused_step=False)
-    one_step(opt, [p], [0.25])
-    monkeypatch.setattr(torch.autograd.profiler, "record_function", noted)
-    if watched == "by a hook":
-        opt.optimizer.register_step_post_hook(lambda *_: None)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) if watched == "by a profiler" else contextlib.nullcontext():
-        one_step(opt, [p], [0.25])
-    assert frames.count("Optimizer.step#SGD.step") == (watched != "not at all")
-    assert p.tolist() == [1.0 - 2 * 0.125] * len(p)
 
 
 @pytest.mark.parametrize("where", ["class", "optimizer"])
