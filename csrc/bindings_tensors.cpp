@@ -286,7 +286,8 @@ public:
     }
 
     // The lists of a call as tuples of `count` entries, and what is read of each, where all are of the forms of `known`; else
-    // None. `kept` are the tuples that `known` was read of, where they are the caller's own, and both become those of this call.
+    // None. `kept` are the tuples that `known` was read of, where the caller keeps them. Where all are recognised, both lists are
+    // filled anew with what this call has read.
     // With `rows` only the entries there are read, and `types` are the classes of all entries of each list. A list that several
     // calls get, of the class `stable`, carries what was read of it; it is taken as it is where that was done right before.
     py::object recognise(const py::tuple& lists, Py_ssize_t count, const py::list& known, const py::list& kept,

@@ -46,7 +46,7 @@ class FusedStepSpec:
         options: from a group's settings to the kernel's. No sync: an lr that is a tensor stays one.
         state_names: from a group's settings to the names of the state tensors that its parameters need.
         make_state: fills the state of a parameter that has none: (state, settings, model parameter).
-        step: the kernel's: (names of the state that there is, whether there are models).
+        step: gives the kernel's step: (names of the state that there is, whether there are models).
         fills_first: whether new state holds nothing before the first step, which fills it.
         check_state: raises :class:`CannotServe` unless the kernel takes a state tensor: (name, tensor, master).
         required: settings without which there is no step.

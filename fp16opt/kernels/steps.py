@@ -296,12 +296,13 @@ def multi_tensor_step(
 
 
 class NamedStep(NamedTuple):
-    """A step, and what its lists beside gradients, masters and models are called.
+    """A step with the names of its lists of state, by which the engine lays them out.
 
     Attributes:
-        state: the names of those before the models, in their order.
-        behind: of those behind them: scales, counters.
-        fills_first: whether it is told which state holds nothing yet.
+        step: what :func:`run_step` takes.
+        state: names of the lists that stand before the models, in their order.
+        behind: names of those that stand behind the models: scales, counters.
+        fills_first: whether the step has to know which state holds nothing yet.
     """
 
     step: Step
@@ -312,10 +313,10 @@ class NamedStep(NamedTuple):
     def lists(
         self, grads: Entries, masters: Entries, models: Entries | None, named: Mapping[str, Entries]
     ) -> tuple[Entries | None, ...]:
-        """The lists as :func:`run_step` takes them.
+        """All lists in the order in which :func:`run_step` takes them.
 
         Args:
-            named: by name.
+            named: the lists of state, scales and counters among them, by name.
         """
         state, behind = map(named.__getitem__, self.state), map(named.__getitem__, self.behind)
         return (grads, masters, *state, models, *behind)

@@ -416,7 +416,7 @@ class ReleasingState(SummingState):
             self._model_writes.accept_soon(pair)  # so that what others write from here on shows
 
     def end(self) -> None:
-        """A backward is over. Called by autograd, whoever began it."""
+        """A backward is over, the optimizer's or one of the user's own. Called by autograd."""
         if type(self.stage) is Releasing:
             self.stage.arrivals.end_is_queued = False
         with torch.no_grad():
