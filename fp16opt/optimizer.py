@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import kernels, parallel
-from .certify import bucket_obstacle
-from .certify.attributes import convert_attributes
 from .deltas import WeightDelta
 from .engine import checkpoint, errors
 from .engine.arguments import (
@@ -26,6 +24,7 @@ from .engine.arguments import (
     naming_loss_scale,
     open_group,
 )
+from .engine.attributes import convert_attributes
 from .engine.config import Config
 from .engine.diagnostics import (
     Lines,
@@ -73,6 +72,7 @@ from .engine.wrapped_step import (
 from .kernels import backends
 from .memory import Memory, measure
 from .scaling import LossScaler
+from .tools.certify import bucket_obstacle
 
 _NOT_COPIED = (
     *HOOKS,

@@ -149,7 +149,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tried_once() -> Iterator[None]:
     """Split masters try, when they are made, whether an optimizer's class can step a bucket at a time: some 40 ms of
     small steps. Here torch's own classes are tried once with each of their settings; test_certify.py has the trial."""
-    checks = importlib.import_module("fp16opt.certify.checks")
+    checks = importlib.import_module("fp16opt.tools.certify.checks")
     ask, known = checks.check_bucket_invariant, {}
 
     def ask_once(factory: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> Any:

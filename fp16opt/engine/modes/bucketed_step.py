@@ -40,7 +40,7 @@ class Certified:
 
     Args:
         ask: from an optimizer and the settings of a group: why it can't, in words; "" where it can.
-            (:func:`fp16opt.certify.checks.bucket_obstacle`.)
+            (:func:`fp16opt.tools.certify.checks.bucket_obstacle`.)
     """
 
     def __init__(self, ask: Callable[[Optimizer, dict[str, Any]], str]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import cuda_devices
-from ..kernels.installed import PACKAGE
-from ..kernels.proof import Place
-from ..kernels.verdicts import Outcome
+from ...kernels import cuda_devices
+from ...kernels.installed import PACKAGE
+from ...kernels.proof import Place
+from ...kernels.verdicts import Outcome
 
 
 class NoCard(RuntimeError):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..saved_objects import SavedObject, read
+from ...saved_objects import SavedObject, read
 from .found import Found, Scale, entry, refuse, tensors
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels import stats
+from ... import kernels
+from ...kernels import stats
 
 GRADIENT = ("count", *kernels.MEASURED)
 """The columns of :func:`of_gradients`."""

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.arguments import check_number
-from ..engine.dtensors import local, raw_grad, raw_grads
-from ..engine.folded import is_folded
-from ..engine.outcome import read_at_once
-from ..engine.params import HALF_DTYPES, ParamPair
-from ..engine.parts import Wrapper, inside
-from ..engine.stage import BackwardScale, Checked, Unscaled
-from ..optimizer import MixedPrecisionOptimizer
+from ...engine.arguments import check_number
+from ...engine.dtensors import local, raw_grad, raw_grads
+from ...engine.folded import is_folded
+from ...engine.outcome import read_at_once
+from ...engine.params import HALF_DTYPES, ParamPair
+from ...engine.parts import Wrapper, inside
+from ...engine.stage import BackwardScale, Checked, Unscaled
+from ...optimizer import MixedPrecisionOptimizer
 from .sinks import JsonLines, Record, Sink, make_sink
 from .statistics import GRADIENT, UPDATE, Earlier, of_gradients, of_updates, take, underflow
 
@@ -72,7 +72,7 @@ class Monitor:
     Every step: loss, loss scale, skip, norm before the clip, seconds. The loss is this rank's: the sum of those that
     ``backward`` or ``scale_loss`` got since the step before. It is not known under a GradScaler, of closures, and where
     one of them was no single number. The first and then each ``every``-th step, for each parameter: see
-    :data:`fp16opt.reports.monitor.NUMBERS`. Such a step reads gradients, masters and weights once more, and keeps of
+    ``fp16opt.tools.reports.monitor.NUMBERS``. Such a step reads gradients, masters and weights once more, and keeps of
     large masters one element in 17 while it runs; the others cost a clock, a list and a copy of each loss.
 
     It uses the optimizer's step hooks alone and changes nothing. Detach it with ``with`` or :meth:`detach`; where the

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine import errors
-from ..engine.parts import inside, is_wrapper
-from ..engine.wrapped_step import extras
-from ..optimizer import MixedPrecisionOptimizer
-from ..scaling import DynamicLossScaler
+from ...engine import errors
+from ...engine.parts import inside, is_wrapper
+from ...engine.wrapped_step import extras
+from ...optimizer import MixedPrecisionOptimizer
+from ...scaling import DynamicLossScaler
 
 
 def held_by(optimizer: object) -> Optimizer | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from ..kernels import (
+from ...kernels import (
     CallCache,
     CastStats,
     GradStats,
@@ -32,12 +32,12 @@ from ..kernels import (
     multi_tensor_unscale,
     multi_tensor_unscale_clipped,
 )
-from ..kernels.formulas import FORMULAS, AdamOptions, LionOptions, SgdOptions
-from ..kernels.operations import Factors, multi_tensor_step
-from ..kernels.pieces import BLOCK
-from ..kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
-from ..optimizer import MixedPrecisionOptimizer
-from ..scaling import DynamicLossScaler
+from ...kernels.formulas import FORMULAS, AdamOptions, LionOptions, SgdOptions
+from ...kernels.operations import Factors, multi_tensor_step
+from ...kernels.pieces import BLOCK
+from ...kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
+from ...optimizer import MixedPrecisionOptimizer
+from ...scaling import DynamicLossScaler
 from .where import Where
 
 _cuda: Any = torch.cuda

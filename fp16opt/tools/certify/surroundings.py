@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..engine.modes.buckets import hooks_muted
+from ...engine.modes.buckets import hooks_muted
 
 
 def _eager() -> contextlib.AbstractContextManager[object]:

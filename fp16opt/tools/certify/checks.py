@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..engine.modes.buckets import BucketSteps
+from ...engine.modes.buckets import BucketSteps
 from .closures import closure_calls
 from .comparing import difference, everything, same_bits, states_of, tensors_of
 from .fused import fused_step

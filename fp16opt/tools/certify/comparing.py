@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..engine.modes.buckets import settings_of
+from ...engine.modes.buckets import settings_of
 
 
 def same_bits(a: Any, b: Any) -> bool:

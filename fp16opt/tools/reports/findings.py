@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..engine.diagnostics import describe
+from ...engine.diagnostics import describe
 
 SHARE = 0.05
 """The share of gradients that underflow, or of updates that are lost, from which on there is a finding."""

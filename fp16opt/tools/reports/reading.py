@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..engine.diagnostics import describe
+from ...engine.diagnostics import describe
 from . import sinks
 
 _CALIBRATED = 10  # steps taken, after which the loss scale has been found: as the log counts

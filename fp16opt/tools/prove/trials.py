@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from ..optimizer import MixedPrecisionOptimizer
-from ..optimizers import lion
-from ..scaling import DynamicLossScaler
+from ...optimizer import MixedPrecisionOptimizer
+from ...optimizers import lion
+from ...scaling import DynamicLossScaler
 from .where import Where
 
 _cuda: Any = torch.cuda

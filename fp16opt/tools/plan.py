@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from .engine.arguments import check_choice
-from .kernels.formulas import FORMULAS
+from ..engine.arguments import check_choice
+from ..kernels.formulas import FORMULAS
 
 SHARDS = ("none", "ddp", "zero", "fsdp2")
 OPTIMIZERS = {"sgd-momentum": 4, **{name: 4 * formula.least() for name, formula in FORMULAS.items()}}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine.dtensors import raw_grads, set_raw_grad
-from ..engine.parts import is_wrapper
-from ..engine.snapshot import Snapshot
+from ...engine.dtensors import raw_grads, set_raw_grad
+from ...engine.parts import is_wrapper
+from ...engine.snapshot import Snapshot
 from .probing import as_it_was, same_bits
 
 

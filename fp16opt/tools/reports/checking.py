@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine import errors
-from ..engine.diagnostics import describe, groups_without_eps
-from ..engine.dtensors import raw_grad, version
-from ..engine.modes.closures import closure_mode
-from ..engine.params import HALF_DTYPES
-from ..optimizer import MixedPrecisionOptimizer
+from ...engine import errors
+from ...engine.diagnostics import describe, groups_without_eps
+from ...engine.dtensors import raw_grad, version
+from ...engine.modes.closures import closure_mode
+from ...engine.params import HALF_DTYPES
+from ...optimizer import MixedPrecisionOptimizer
 from .diagnosis import CEILING, Diagnosis, diagnose, room
 from .findings import (
     SHARE,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.params import ParamPair
-from ..engine.parts import inside
-from ..engine.schema import state_keys
-from ..optimizer import MixedPrecisionOptimizer
-from ..saved_objects import read
-from ..scaling import DynamicLossScaler
+from ...engine.params import ParamPair
+from ...engine.parts import inside
+from ...engine.schema import state_keys
+from ...optimizer import MixedPrecisionOptimizer
+from ...saved_objects import read
+from ...scaling import DynamicLossScaler
 from . import deepspeed, single_files
 from .found import Found, Scale, refuse
 
@@ -101,8 +101,8 @@ def load_foreign(path: Any, model: torch.nn.Module, optimizer: Optimizer, kind: 
     where = Path(path)
     if not where.exists():
         raise FileNotFoundError(f"path: expected a checkpoint, there is nothing at {where}.")
-    from ..distributed.modules import parameter_names, unwrapped
-    from ..engine.arguments import clean
+    from ...distributed.modules import parameter_names, unwrapped
+    from ...engine.arguments import clean
 
     names = parameter_names(model)
     found = _find(where, kind)
@@ -122,7 +122,7 @@ def _find(path: Path, kind: str) -> Found:
     if kind == "deepspeed" or (kind == "auto" and deepspeed.folder_of(path) is not None):
         return deepspeed.find(path)
     if path.is_dir():
-        from ..distributed.files import MANIFEST
+        from ...distributed.files import MANIFEST
 
         if (path / MANIFEST).is_file():
             raise refuse(path, "was saved by fp16opt.distributed", "Load it with fp16opt.distributed.load.")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine import errors
-from ..engine.diagnostics import Lines, describe
-from ..engine.dtensors import local
-from ..engine.params import HALF_DTYPES, ParamTable
+from . import errors
+from .diagnostics import Lines, describe
+from .dtensors import local
+from .params import HALF_DTYPES, ParamTable
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

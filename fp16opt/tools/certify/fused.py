@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..engine.fused_registry import FusedStepSpec, counter_to_device, fused_spec_for
-from ..kernels.steps import Factors, StepValues, run_step
+from ...engine.fused_registry import FusedStepSpec, counter_to_device, fused_spec_for
+from ...kernels.steps import Factors, StepValues, run_step
 from .report import Check
 from .trials import Setting, Trial, quote
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.dtensors import is_sharded, local, raw_grads, set_raw_grad
+from ...engine.dtensors import is_sharded, local, raw_grads, set_raw_grad
 
 
 @dataclass

@@ -18,16 +18,16 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..engine.dtensors import raw_grad
-from ..engine.params import HALF_DTYPES
-from ..optimizer import MixedPrecisionOptimizer
+from ...engine.dtensors import raw_grad
+from ...engine.params import HALF_DTYPES
+from ...optimizer import MixedPrecisionOptimizer
 from .probing import same_bits
 from .restoring import Loadable
 
 _CLIPS = {inspect.unwrap(one).__code__: one.__name__ for one in (clip_grad_norm_, clip_grad_value_)}
 _BACKWARD = inspect.unwrap(MixedPrecisionOptimizer.backward).__code__
 _TAKE = inspect.unwrap(MixedPrecisionOptimizer.update_master_grads).__code__
-_OURS = Path(__file__).resolve().parents[1]
+_OURS = Path(__file__).resolve().parents[2]
 _TORCH = Path(torch.__file__).resolve().parent
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..saved_objects import read
+from ...saved_objects import read
 from .found import Found, Scale, entry, refuse, tensors, torch_scale
 
 _MANTISSA = {torch.float16: (10, -14), torch.bfloat16: (7, -126)}
@@ -55,7 +55,7 @@ def apex(saved: Any, path: Path) -> Found:
     state = saved.get("optimizer", saved) if isinstance(saved, Mapping) else saved
     inner = entry(state, "optimizer_state_dict", path)
     masters = entry(state, "fp32_from_fp16", path, Sequence)
-    from ..fp16_utils.saved_files import engine_scaler  # a face, which ``import fp16opt`` alone does not load
+    from ...fp16_utils.saved_files import engine_scaler  # a face, which ``import fp16opt`` alone does not load
 
     scaler = engine_scaler(state["loss_scaler"]) if state.get("loss_scaler") is not None else None
     scale = None if scaler is None else Scale(float(scaler.scale), int(scaler.state_dict().get("growth_tracker", 0)))

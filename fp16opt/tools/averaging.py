@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import kernels
-from .engine.arguments import clean
-from .engine.dtensors import is_sharded, local, pieces
-from .engine.params import HALF_DTYPES, DeviceParams, ParamPair
-from .engine.parts import Wrapper, inside
-from .kernels.calls import Entries
-from .optimizer import MixedPrecisionOptimizer, outside_inference
+from .. import kernels
+from ..engine.arguments import clean
+from ..engine.dtensors import is_sharded, local, pieces
+from ..engine.params import HALF_DTYPES, DeviceParams, ParamPair
+from ..engine.parts import Wrapper, inside
+from ..kernels.calls import Entries
+from ..optimizer import MixedPrecisionOptimizer, outside_inference
 
 Rule = Callable[[int], float]
 """From the number of updates until now to the weight of the newest values, 0 to 1."""
@@ -124,7 +124,7 @@ class AveragedMasters:
 
     def _names(self) -> dict[int, str]:
         """Of the model's parameters, by ``id``. Puts FSDP2's gathered weights away, which would hide them."""
-        from .distributed.modules import parameter_names
+        from ..distributed.modules import parameter_names
 
         return parameter_names(self._model)
 
@@ -254,7 +254,7 @@ class AveragedMasters:
         For ``model.load_state_dict``, or to ship: averages in FP32, buffers and other parameters the model's own, names
         without those of DDP and torch.compile. References to the live tensors; FSDP2: DTensors. Does not sync.
         """
-        from .distributed.modules import with_pieces
+        from ..distributed.modules import with_pieces
 
         state: Mapping[str, Any] = with_pieces(self._model).state_dict(keep_vars=True)
         return {clean(name): self._average_of(value) for name, value in state.items()}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine import errors
-from ..engine.arguments import check_number
+from ...engine import errors
+from ...engine.arguments import check_number
 from .checking import Checking
 from .findings import PreflightFinding, worst_first
 from .restoring import Loadable, model_as_it_was, optimizer_as_it_was, quiet

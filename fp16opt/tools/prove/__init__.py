@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from ..kernels import native
-from ..kernels.cuda_rows import FIRST, KERNELS
-from ..kernels.planted import expected, planted
-from ..kernels.proof import prove
+from ... import __version__
+from ...kernels import native
+from ...kernels.cuda_rows import FIRST, KERNELS
+from ...kernels.planted import expected, planted
+from ...kernels.proof import prove
 from .speed import LENGTHS, Speed
 from .trials import ITERATIONS, Result, Trials
 from .where import Card, NoCard, Pretended, Where

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..engine.diagnostics import describe
-from ..engine.dtensors import local
-from ..engine.parts import inside
+from ...engine.diagnostics import describe
+from ...engine.dtensors import local
+from ...engine.parts import inside
 from .probing import Broken, Probe, Reach, Run, agreed, range_of
 
 UNDERFLOW = 0.05

@@ -38,7 +38,7 @@ def check(target: str, steps: int = 8) -> preflight.Preflight:
         >>> check("train.py")
         Traceback (most recent call last):
         ...
-        fp16opt.reports.scripts.NothingToCheckError: expected FILE:FUNCTION as in train.py:make, got 'train.py'.
+        fp16opt.tools.reports.scripts.NothingToCheckError: expected FILE:FUNCTION as in train.py:make, got 'train.py'.
     """
     file, colon, name = target.rpartition(":")
     if not (colon and file and name.isidentifier()):
