@@ -58,8 +58,6 @@ ENGINE = [
     "modes/split",
     "modes/regions",
     "modes/changes",
-    "modes/buckets",
-    "modes/bucketed_step",
     "modes/state8",
     "modes/release",
     "modes/closures",
@@ -77,7 +75,7 @@ ROOMS = {
     "delta_files": {"engine"},
     "delta_patches": {"kernels", "engine"},
     "deltas": {"kernels", "engine", "delta_files", "delta_patches"},
-    "optimizer": {"kernels", "scaling", "tools", "engine", "memory", "parallel", "deltas"},
+    "optimizer": {"kernels", "scaling", "engine", "memory", "parallel", "deltas"},
 }
 
 # Private names that are not ours, and why nothing public serves. A name may be read on any object; our files may

@@ -333,7 +333,7 @@ class FusedStep:
         state_format: how that state is kept.
         required_by: the argument that leaves no other way to step, as the user writes it; "" where ``fallback`` may.
         step_count: gives the number of the step that is being taken, by which 8-bit values are rounded.
-        fallback: a wrapped or a bucketed step.
+        fallback: the wrapped optimizer's own step.
         run: runs the kernels in the place of the optimizer's own step, as :func:`.wrapped_step.run_hooks` does.
     """
 
@@ -432,7 +432,7 @@ class FusedStep:
             RuntimeError: there is no other way to step, or a CUDA graph is being captured, which the argument that
                 requires a kernel does not go with. Nothing has been done.
         """
-        if self.required_by:
+        if self.counts_steps():
             self._refuse_capture()
         reason = self._last_reason = self.reason()
         if reason:

@@ -3,7 +3,7 @@
 ``fp16opt.certify`` is the function, which hides this package under its name: import the rest ``from fp16opt.certify``.
 """
 
-from .checks import bucket_obstacle, certify, check_bucket_invariant
+from .checks import certify
 from .closures import ClosureCalls, closure_calls
 from .report import Check, Report
 from .trials import Factory, factory_like
@@ -13,9 +13,7 @@ __all__ = [
     "ClosureCalls",
     "Factory",
     "Report",
-    "bucket_obstacle",
     "certify",
-    "check_bucket_invariant",
     "closure_calls",
     "factory_like",
 ]

@@ -12,15 +12,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...engine.modes.buckets import BucketSteps
 from .closures import closure_calls
 from .comparing import difference, everything, same_bits, states_of, tensors_of
 from .fused import fused_step
 from .report import Check, Report
 from .surroundings import undisturbed
-from .trials import Factory, Trial, check_factory, factory_like, quote, setting_for
+from .trials import Factory, Trial, check_factory, quote, setting_for
 
-__all__ = ["bucket_obstacle", "certify", "check_bucket_invariant"]
+__all__ = ["certify"]
 
 _STEPS = 12  # rectified Adam moves nothing in its first five
 
@@ -29,8 +28,8 @@ def certify(optimizer_factory: Factory) -> Report:
     """Run property tests on an optimizer, on small FP32 tensors of the CPU. Takes about a second.
 
     The checks: ``none_grad`` (a parameter without gradient is left alone, its state too), ``fp32_state`` (state of FP32
-    parameters is no narrower), ``bucket_invariant`` (stepping in sub-groups equals one step), ``deterministic`` (the
-    same gradients give the same bits, whatever the random state), ``closure`` (it steps without one; what
+    parameters is no narrower), ``deterministic`` (the same
+    gradients give the same bits, whatever the random state), ``closure`` (it steps without one; what
     :func:`closure_calls` says is told), ``found_inf`` (torch's protocol for skipping on the device is honoured, on the
     first step too), ``state_dict`` (a round trip goes on alike), ``capturable`` (a step can be captured in a CUDA
     graph), ``fused_step`` (a class given to :func:`fp16opt.register_fused_step` steps as the functor does). All but
@@ -50,7 +49,7 @@ def certify(optimizer_factory: Factory) -> Report:
 
     Example:
         >>> report = certify(lambda params: torch.optim.AdamW(params, lr=1e-3))
-        >>> report.ok, report.checks["bucket_invariant"].passed, report.checks["found_inf"].passed
+        >>> report.ok, report.checks["state_dict"].passed, report.checks["found_inf"].passed
         (True, True, None)
     """
     check_factory(optimizer_factory)
@@ -58,25 +57,6 @@ def certify(optimizer_factory: Factory) -> Report:
         setting, name = setting_for(optimizer_factory)
         trial = Trial(optimizer_factory, setting)
         return Report(name, setting.words, {check: _outcome(test, trial) for check, test in _CHECKS.items()})
-
-
-def bucket_obstacle(optimizer: Optimizer, settings: dict[str, Any]) -> str:
-    """Why optimizers like this one, with such settings of a group, can't be stepped a bucket at a time; "" if they can.
-
-    Tried on small tensors of the CPU, in some tens of milliseconds; ``optimizer`` is only looked at.
-    """
-    check = check_bucket_invariant(factory_like(optimizer, settings))
-    return check.detail if check.passed is False else ""
-
-
-def check_bucket_invariant(optimizer_factory: Factory) -> Check:
-    """The check ``bucket_invariant`` alone, as :func:`certify` makes it. Does not raise what the optimizer raises."""
-    with undisturbed():
-        try:
-            setting, _ = setting_for(optimizer_factory)
-        except (TypeError, ValueError) as error:
-            return Check(False, str(error))
-        return _outcome(_bucket_invariant, Trial(optimizer_factory, setting))
 
 
 # -- the checks ------------------------------------------------------------------------------------------------------
@@ -123,35 +103,6 @@ def _fp32_state(trial: Trial) -> Check:
     if codes:
         return Check(True, f"floating state is FP32 or wider; quantised: {', '.join(sorted(codes))}")
     return Check(True, "floating state is FP32 or wider" if found else "there is no state")
-
-
-def _bucket_invariant(trial: Trial) -> Check:
-    if trial.setting.kind == "closure":
-        return Check(False, "needs a closure, which evaluates all parameters at once")
-    whole, split = trial.make(), trial.make()
-    for step in range(_STEPS):
-        trial.train(*whole, 1, first=step)
-        params, optimizer = split
-        trial.give(params, step)
-        parts = BucketSteps(optimizer)
-        for bucket in (params[:1], params[1:3], params[3:]):
-            parts.run(0, list(bucket), optimizer.step)
-            _take_memory_away(bucket)
-        parts.finish()
-        differs = difference(everything(*whole), everything(*split))
-        if differs:
-            return Check(False, f"stepping in sub-groups is not one step: after step {step + 1} {differs} differs")
-    return Check(True, "stepping in sub-groups gives the same bits as one step")
-
-
-def _take_memory_away(params: list[Parameter]) -> None:
-    """As where parts are stepped in the same memory: what the optimizer keeps must not lie in it."""
-    for param in params:
-        before, grad = param.data, param.grad
-        param.data = before.clone()
-        before.fill_(float("nan"))
-        if grad is not None:
-            (grad._values() if grad.is_sparse else grad).fill_(float("nan"))
 
 
 def _deterministic(trial: Trial) -> Check:
@@ -319,7 +270,6 @@ def _captures(trial: Trial) -> Check:
 _CHECKS: dict[str, Callable[[Trial], Check]] = {
     "none_grad": _none_grad,
     "fp32_state": _fp32_state,
-    "bucket_invariant": _bucket_invariant,
     "deterministic": _deterministic,
     "closure": _closure,
     "found_inf": _found_inf,

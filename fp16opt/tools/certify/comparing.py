@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ...engine.modes.buckets import settings_of
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What a param group holds besides its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def same_bits(a: Any, b: Any) -> bool:

@@ -6,10 +6,10 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-
-from ...engine.modes.buckets import hooks_muted
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 def _eager() -> contextlib.AbstractContextManager[object]:
@@ -19,6 +19,22 @@ def _eager() -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[object] = set_stance("force_eager")
     return stance
+
+
+@contextlib.contextmanager
+def hooks_muted() -> Iterator[None]:
+    """Within, step hooks of all optimizers don't run."""
+    tables: list[dict[Any, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    kept = [(table, dict(table)) for table in tables]
+    try:
+        for table, _ in kept:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in kept:
+            now = {**hooks, **table}
+            table.clear()
+            table.update(now)
 
 
 @contextlib.contextmanager
