@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from fp16opt import Report, certify
-from fp16opt.certify import targets
+from fp16opt.tools.certify import targets
 
 TORCH = [
     *["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "LBFGS", "Muon", "NAdam", "RAdam"],

@@ -32,7 +32,7 @@ from torch.optim import AdamW
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed, parallel
 from fp16opt.distributed.replicas import verify
-from fp16opt.plan import Plan
+from fp16opt.tools.plan import Plan
 
 LAYERS = 8
 MAX_NORM = 1e-3

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from traps import GPT, loss_of, read_text
 
 from fp16opt import Memory, MixedPrecisionOptimizer
-from fp16opt.plan import Plan
+from fp16opt.tools.plan import Plan
 
 KINDS = ("weights", "gradients", "masters", "moments")
 COLORS = ("#444444", "#00798c", "#edae49", "#d1495b")

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer, Monitor, check, diagnose
-from fp16opt.reports import page, pictures, reading
+from fp16opt.tools.reports import page, pictures, reading
 
 sys.path.insert(0, str(common.ROOT / "examples"))
 import language_model as gpt

@@ -1,19 +1,24 @@
 """FP32 masters, loss scaling and fused kernels for training 16-bit weights with any torch optimizer."""
 
+import sys
+
 from .apex import install_as_apex
-from .averaging import AveragedMasters, ema
-from .certify import Check, Report, certify
 from .delta_patches import WeightPatch
 from .deltas import WeightDelta, digests
 from .engine.diagnostics import Overflow
 from .engine.fused_registry import register_fused_step, register_one_pass
 from .engine.modes.state8 import optimizer_state
-from .foreign import Loaded, load_foreign
 from .grad_scaler import GradScaler
 from .memory import Memory
 from .optimizer import MixedPrecisionOptimizer
-from .reports import Diagnosis, Monitor, Preflight, PreflightFinding, check, diagnose
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
+from .tools.averaging import AveragedMasters, ema
+from .tools.certify import Check, Report, certify
+from .tools.foreign import Loaded, load_foreign
+from .tools.reports import Diagnosis, Monitor, Preflight, PreflightFinding, check, diagnose
+
+# Where `certify.closure_calls` was imported from before the tools had a room of their own.
+sys.modules[f"{__name__}.certify"] = sys.modules[f"{__name__}.tools.certify"]
 
 __version__ = "0.2.0"
 

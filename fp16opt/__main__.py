@@ -15,11 +15,12 @@ from typing import NoReturn
 
 import torch
 
-from fp16opt import __version__, certify, kernels, old_lines, plan, prove
-from fp16opt.certify import targets
+from fp16opt import __version__, certify, kernels
 from fp16opt.kernels import cuda_devices, native
 from fp16opt.kernels.nvrtc import NvrtcError
-from fp16opt.reports import page, scripts
+from fp16opt.tools import old_lines, plan, prove
+from fp16opt.tools.certify import targets
+from fp16opt.tools.reports import page, scripts
 
 _WRONG = 2
 """The exit status of a command line that can't be understood, or asks for what is not there."""

@@ -87,7 +87,7 @@ class _ByClass(MixedPrecisionOptimizer):
         for pair in self.params.all:
             self.optimizer.param_groups[pair.group]["params"][pair.index] = pair.model
         with torch.inference_mode(False):
-            check_optimizer(self.config, self.optimizer, self.scaler, self._names, self._certified, is_zero=False)
+            check_optimizer(self.config, self.optimizer, self.scaler, self._names, is_zero=False)
             self._make(self.optimizer, self.master_weights, self.on_model_write)
 
     def _way_to_scale(self) -> WayToScale:

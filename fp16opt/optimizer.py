@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import kernels, parallel
-from .certify import bucket_obstacle
-from .certify.attributes import convert_attributes
 from .deltas import WeightDelta
 from .engine import checkpoint, errors
 from .engine.arguments import (
@@ -26,6 +24,7 @@ from .engine.arguments import (
     naming_loss_scale,
     open_group,
 )
+from .engine.attributes import convert_attributes
 from .engine.config import Config
 from .engine.diagnostics import (
     Lines,
@@ -41,10 +40,9 @@ from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_m
 from .engine.missing_scale import WayToScale, underflow, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
 from .engine.modes import state8
-from .engine.modes.bucketed_step import BucketedStep, Certified
 from .engine.modes.changes import Changes, require_tensors
 from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
-from .engine.modes.compatibility import check_groups, check_new_group, check_optimizer, make_state_format, required_by
+from .engine.modes.compatibility import check_groups, check_new_group, check_optimizer, make_state_format
 from .engine.modes.release import PerParameterStepper, ReleasedStep, ReleasingState
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
@@ -83,7 +81,6 @@ _NOT_COPIED = (
     "_stepper",
     "_guard",
     "_names",
-    "_certified",
     "_replaced",
 )
 
@@ -227,11 +224,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             track_changes,
         )
         self._names = {id(param): name for name, param in named(named_parameters)}
-        self._certified = Certified(bucket_obstacle)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         self._may_lack_scale = self.scaler.is_default
         part = parallel.part_of(optimizer)
-        check_optimizer(self.config, part, self.scaler, self._names, self._certified, part is not optimizer)
+        check_optimizer(self.config, part, self.scaler, self._names, part is not optimizer)
         self.optimizer = optimizer
         self.master_weights = master_weights
         self.grad_accumulation = grad_accumulation
@@ -294,17 +290,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _make_stepper(self) -> Stepper:
         parts = self.params, self.masters, self.step_state
+        if self.config.required_by:
+            require_fused_spec(type(self.inner))
         spec = fused_spec_for(type(self.inner)) if self.fused_step else None
         why = no_fused_step(type(self.inner)) if self.fused_step else "fused_step=False"
-        is_zero = self.inner is not self.optimizer
-        general: Stepper = (
-            WrappedStep(self.optimizer, *parts, why, self.inner)
-            if self.masters.are_whole
-            else BucketedStep(self.optimizer, *parts)
-        )
+        general = WrappedStep(self.optimizer, *parts, why, self.inner)
         if spec is None:
             return general
-        form = self._state_format, required_by(self.config, self.params.has_dtensors, is_zero), self.outcome.number
+        form = self._state_format, self.config.required_by, self.outcome.number
         run = parallel.run_hooks_of(self.optimizer, self.model_writes.round_written)
         return FusedStep(self.fused_step, spec, self.inner, *parts, *form, general, run, self.lines)
 
@@ -414,7 +407,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.outcome.steps_taken = counted
         for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
-        self._names, self._certified, self._replaced = {}, Certified(bucket_obstacle), ReplacedParams()
+        self._names, self._replaced = {}, ReplacedParams()
         self.model_writes.count_anew()
         self._compose()
         if shared_verdict:
@@ -440,7 +433,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         names = {**self._names, **names}
         new = {**group, "params": params}
         self.params.check_new_group(new, number, names)
-        check_new_group(self.config, self.optimizer, new, number, names, self._certified)
+        check_new_group(self.config, self.optimizer, new, number, names)
         self.optimizer.add_param_group(group)
         self._names = names
         self._look_at_groups()
@@ -530,8 +523,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         models = {id(pair.master): pair.model for pair in self.params.all}
         asked = [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
         check_groups(self.config, self.optimizer, asked, 0, self._names)
-        if self.master_weights == "split":
-            self._certified.check(self.optimizer)
 
     def _params_changed(self, came_from: list[int | None], is_thaw: bool = False) -> None:
         """Parameters came, went or moved; arguments as for :meth:`.StepState.follow_params`."""
@@ -981,11 +972,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 loss = closure()
             self._step_once(EvaluatedClosure(loss, self.params.masters))
             return loss
-        if not self.masters.are_whole:
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__} evaluates its closure itself, which does not go with "
-                f'master_weights="{self.master_weights}". Use master_weights="full".'
-            )
         return self._step_reevaluating(closure)
 
     def _step_reevaluating(self, closure: Callable[[], Any]) -> Any:

@@ -1,12 +1,11 @@
 """Shared settings of the test suite: import path, threads, marks, hypothesis profiles; what is done once for many."""
 
 import gc
-import importlib
 import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,31 +142,6 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with kept.folder("cards", cards.made_of(), tmp_path_factory) as folder:
         return cards.build(folder)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def tried_once() -> Iterator[None]:
-    """Split masters try, when they are made, whether an optimizer's class can step a bucket at a time: some 40 ms of
-    small steps. Here torch's own classes are tried once with each of their settings; test_certify.py has the trial."""
-    checks = importlib.import_module("fp16opt.certify.checks")
-    ask, known = checks.check_bucket_invariant, {}
-
-    def ask_once(factory: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> Any:
-        try:
-            made = factory([torch.nn.Parameter(torch.ones(2, 2))])
-        except Exception:
-            return ask(factory)
-        if not type(made).__module__.startswith("torch.optim"):
-            return ask(factory)
-        settings = [(key, value) for key, value in sorted(made.param_groups[0].items()) if key != "params"]
-        key = type(made), repr(settings), torch.get_default_dtype()
-        if key not in known:
-            known[key] = ask(factory)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks, "check_bucket_invariant", ask_once)
-        yield
 
 
 def _tells_of_another_thing(record: logging.LogRecord) -> bool:

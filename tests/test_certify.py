@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import fp16opt
 from fp16opt import Check, Report, certify
 from fp16opt.__main__ import main
-from fp16opt.certify import check_bucket_invariant, closure_calls, factory_like, targets
-from fp16opt.certify.comparing import same_bits
 from fp16opt.engine.modes.buckets import settings_of
+from fp16opt.tools.certify import check_bucket_invariant, closure_calls, factory_like, targets
+from fp16opt.tools.certify.comparing import same_bits
 
 CHECKS = [
     *["none_grad", "fp32_state", "bucket_invariant", "deterministic"],

@@ -7,7 +7,6 @@ import datetime
 import gc
 import logging
 import re
-import runpy
 import string
 import threading
 from collections import OrderedDict
@@ -776,11 +775,6 @@ def test_the_page_has_all_of_them_in_this_order() -> None:
     assert list(shown()) == list(PROVOKED)
 
 
-def test_the_page_is_what_its_script_writes() -> None:
-    """Who has changed a message runs ``python docs/errors.py``."""
-    assert PAGE.read_text("utf-8") == runpy.run_path(str(PAGE.with_suffix(".py")))["page"]()
-
-
 # -- the table of messages ---------------------------------------------------------------------------------------------
 
 ENTRIES = {name: one for name, one in vars(errors).items() if isinstance(one, errors.Message)}
@@ -815,7 +809,7 @@ def uses() -> Iterator[tuple[str, set[str | None] | None, str]]:
 
 def test_the_table_has_what_is_provoked_in_this_order() -> None:
     assert [one.key for one in ENTRIES.values()] == list(PROVOKED)
-    kinds = {one.key: getattr(one, "kind", None) for one in ENTRIES.values()}
+    kinds = {one.key: one.kind if isinstance(one, errors.Refusal) else None for one in ENTRIES.values()}
     assert kinds == {key: error for key, (error, _) in PROVOKED.items()}
 
 
@@ -826,7 +820,6 @@ def test_the_library_uses_the_whole_table() -> None:
 
 def test_every_use_fills_in_what_the_text_has() -> None:
     wanted = {name: places(one.text) for name, one in ENTRIES.items()}
-    assert {name: set(one.shown) for name, one in ENTRIES.items()} == wanted
     calls = [(where, name, known) for name, known, where in uses() if name in ENTRIES and known is not None]
     assert len(calls) > 40
     assert [call for call in calls if call[2] != wanted[call[1]]] == []

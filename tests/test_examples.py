@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fp16opt
-from fp16opt.reports import sinks
+from fp16opt.tools.reports import sinks
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NEEDED = ("sklearn", "matplotlib", "tqdm")

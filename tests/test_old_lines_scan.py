@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fp16opt import old_lines
 from fp16opt.__main__ import main
-from fp16opt.old_lines import rules
+from fp16opt.tools import old_lines
+from fp16opt.tools.old_lines import rules
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "old-lines.md"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from fp16opt.prove.trials import Loop
+from fp16opt.tools.prove.trials import Loop
 
 
 @pytest.mark.parametrize("gradients", [False, True])

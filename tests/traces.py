@@ -458,7 +458,7 @@ def traced(libraries: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 class Where:
-    """What :class:`fp16opt.prove.trials.Trials` runs on: a traced card."""
+    """What :class:`fp16opt.tools.prove.trials.Trials` runs on: a traced card."""
 
     is_real = False
 

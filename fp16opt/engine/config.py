@@ -65,6 +65,6 @@ class Config:
         """The argument that leaves no step but the fused one, as the user writes it; "" where there is none."""
         if self.optimizer_state == "8bit":
             return 'optimizer_state="8bit"'
-        if self.master_weights == "split24":
-            return 'master_weights="split24"'
+        if self.splits:
+            return f'master_weights="{self.master_weights}"'
         return "gradient_release=True" if self.gradient_release else ""

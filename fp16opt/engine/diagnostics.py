@@ -124,7 +124,7 @@ class Lines:
             level: None: the line's own.
             known: by the names of the places in its text.
         """
-        level = line.level if level is None else level
+        level = line.kind if level is None else level
         return self._log(level, line.text, lambda: line.filled(**known), nth, once, logger)
 
     def _log(self, level: int, text: str, whole: Callable[[], str], nth: int, once: bool, to: logging.Logger) -> bool:

@@ -20,8 +20,9 @@ from ..kernels import CallCache, backend
 from ..kernels.backends import captures
 from ..kernels.lists import is_dense
 from ..kernels.pieces import WHOLE, Piece
+from ..kernels.readings import Rows
 from ..kernels.steps import NamedStep, StepValues, run_step
-from ..kernels.tensor_lists import all_there, are_items, hold, read_for_next
+from ..kernels.tensor_lists import all_there, are_items, hold
 from . import errors
 from .diagnostics import Lines
 from .dtensors import piece_of, pieces, raw_grads
@@ -333,7 +334,7 @@ class FusedStep:
         state_format: how that state is kept.
         required_by: the argument that leaves no other way to step, as the user writes it; "" where ``fallback`` may.
         step_count: gives the number of the step that is being taken, by which 8-bit values are rounded.
-        fallback: a wrapped or a bucketed step.
+        fallback: the wrapped optimizer's own step.
         run: runs the kernels in the place of the optimizer's own step, as :func:`.wrapped_step.run_hooks` does.
     """
 
@@ -432,7 +433,7 @@ class FusedStep:
             RuntimeError: there is no other way to step, or a CUDA graph is being captured, which the argument that
                 requires a kernel does not go with. Nothing has been done.
         """
-        if self.required_by:
+        if self.counts_steps():
             self._refuse_capture()
         reason = self._last_reason = self.reason()
         if reason:
@@ -546,13 +547,14 @@ class FusedStep:
         if len(call.rows) < len(values):
             values = [None if master is None else grad for grad, master in zip(values, call.masters, strict=True)]
         elif is_read:
-            models = device.apart_read(device.seen)
+            models = device.rows(device.seen)
+        elif isinstance(values, Rows):
+            values = Rows(values.tensors, None)
         step, first = call.step, call.first if call.step.fills_first else False
         stats = None if call.on_weights else device.cast
         given = StepValues(options, call.group_of, grads.factors, stats, found_inf, first, number, call.pieces)
-        with read_for_next(*((values, models) if is_read else ())):
-            lists = step.lists(values, call.masters, None if call.on_weights else models, call.state)
-            run_step(step.step, lists, given, call.cache)
+        lists = step.lists(values, call.masters, None if call.on_weights else models, call.state)
+        run_step(step.step, lists, given, call.cache)
         call.close(found_inf)
 
     # -- plans -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import fp16opt
 from distributed.models import HALF, messages
 from distributed.world import World
 from fp16opt import MixedPrecisionOptimizer, distributed
-from fp16opt.plan import Plan, parse
+from fp16opt.tools.plan import Plan, parse
 
 LAYERS, WIDTH = 4, 64
 PARAMS = LAYERS * WIDTH * WIDTH

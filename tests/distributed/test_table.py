@@ -34,7 +34,7 @@ from fp16opt import (
     ema,
 )
 from fp16opt.engine.dtensors import local
-from fp16opt.plan import Plan
+from fp16opt.tools.plan import Plan
 
 MODES: dict[str, dict[str, Any]] = {
     "wrapped": {"fused_step": False},

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, AdamW
 
 from fp16opt import DynamicLossScaler, Memory, MixedPrecisionOptimizer
-from fp16opt.plan import Plan
+from fp16opt.tools.plan import Plan
 
 WIDTH, LAYERS = 128, 4
 COUNT = WIDTH * WIDTH * LAYERS

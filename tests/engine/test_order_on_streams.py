@@ -30,7 +30,7 @@ from fp16opt.kernels import (
     proof,
 )
 from fp16opt.kernels.operations import Factors, SgdOptions
-from fp16opt.prove.trials import MODES, OPTIMIZERS, Loop, Trials
+from fp16opt.tools.prove.trials import MODES, OPTIMIZERS, Loop, Trials
 
 Tracing = Callable[[], AbstractContextManager[traces.Trace]]
 HERE = torch.device("cpu")

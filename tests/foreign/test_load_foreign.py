@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW
 import fp16opt
 import fp16opt.distributed
 from fp16opt import Loaded, MixedPrecisionOptimizer, load_foreign
-from fp16opt.foreign.single_files import with_error_bits
+from fp16opt.tools.foreign.single_files import with_error_bits
 
 FILES = Path(__file__).parent / "files"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -26,7 +26,7 @@ from ptx import Instruction
 
 from fp16opt.kernels import cuda_devices, cuda_rows, nvrtc, planted, proof
 from fp16opt.kernels.cuda_rows import KERNELS, Blocks, Kernel
-from fp16opt.prove.where import HostPlace
+from fp16opt.tools.prove.where import HostPlace
 
 FINDING = {
     "Unscale": (True, True),

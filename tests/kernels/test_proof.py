@@ -39,8 +39,8 @@ from fp16opt.kernels import (
 from fp16opt.kernels.changed import ChangedBits
 from fp16opt.kernels.cuda_rows import FIRST, KERNELS
 from fp16opt.kernels.verdicts import Outcome, Verdicts
-from fp16opt.prove.trials import Trials
-from fp16opt.prove.where import HostPlace
+from fp16opt.tools.prove.trials import Trials
+from fp16opt.tools.prove.where import HostPlace
 
 real_choice = backends.compiled_for
 
@@ -533,7 +533,7 @@ def test_the_command_exits_with_1_where_a_bit_is_another(
 def test_pretending_needs_the_source_tree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp16opt.prove.where.PACKAGE", tmp_path / "fp16opt")
+    monkeypatch.setattr("fp16opt.tools.prove.where.PACKAGE", tmp_path / "fp16opt")
     monkeypatch.chdir(tmp_path)
     assert command.main(["prove", "--pretend"]) == 2
     assert "--pretend needs fp16opt's source tree" in capsys.readouterr().out

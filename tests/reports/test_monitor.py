@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer, Monitor
-from fp16opt.reports import sinks, statistics
-from fp16opt.reports.monitor import NUMBERS
+from fp16opt.tools.reports import sinks, statistics
+from fp16opt.tools.reports.monitor import NUMBERS
 
 HALF, BF16 = torch.float16, torch.bfloat16
 
@@ -345,7 +345,7 @@ def test_steps_do_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     assert steps_after(0) == [1], "sampled"
     assert steps_after(1) == [1]
-    monkeypatch.setattr("fp16opt.reports.monitor.PATIENCE", 0.0)
+    monkeypatch.setattr("fp16opt.tools.reports.monitor.PATIENCE", 0.0)
     assert steps_after(2) == [1, 2, 3]
     monitor.detach()
 

@@ -30,7 +30,7 @@ from fp16opt import (
 )
 from fp16opt.fp16_utils import FP16_Optimizer
 from fp16opt.optimizers import Lion
-from fp16opt.reports.findings import KEYS, worst_first
+from fp16opt.tools.reports.findings import KEYS, worst_first
 
 HALF, BF16 = torch.float16, torch.bfloat16
 Case = dict[str, Any]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fp16opt import __main__ as program
-from fp16opt.reports import page, pictures, reading, sinks
-from fp16opt.reports.monitor import NUMBERS
+from fp16opt.tools.reports import page, pictures, reading, sinks
+from fp16opt.tools.reports.monitor import NUMBERS
 
 ROWS = {"a.weight": {"dtype": "float16", "elements": 100}, "b.<weight>": {"dtype": "float16", "elements": 10}}
 FINE = dict.fromkeys(NUMBERS, 0.0) | {"grad_norm": 1.0, "grad_largest": 0.1, "weight_norm": 2.0, "update_ratio": 1e-3}

@@ -53,12 +53,6 @@ class EvaluatedClosure:
         """The wrapped optimizer is about to step masters, which have taken by now what was written to the model."""
         self._versions = versions(self._masters)
 
-    def again(self, masters: Sequence[Tensor]) -> EvaluatedClosure:
-        """For a step of ``masters`` alone, which is about to be taken."""
-        closure = EvaluatedClosure(self._loss, masters)
-        closure.before_step()
-        return closure
-
     def __call__(self) -> Any:
         if self._called or versions(self._masters) != self._versions:
             raise errors.EVALUATED_TWICE()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,23 +11,14 @@ from ...scaling import LossScaler
 from ..arguments import quoted
 from ..config import Config
 from ..dtensors import is_sharded, piece_of
-from ..fused_registry import fused_spec_for, no_fused_step
+from ..fused_registry import fused_spec_for
 from ..fused_step import NO_MASTERS, groups_obstacle, optimizer_obstacle, params_obstacle
 from ..params import HALF_DTYPES, name_of, numbered
 from ..state_format import FullState, StateFormat
 from . import state8
-from .bucketed_step import Certified
-from .buckets import settings_of
+from .closures import closure_mode
 from .release import SAID, refuse_ranks
 from .split import check_plain
-
-SPLIT_SHARDS = 'master_weights="split" on several ranks'
-
-_IN_ITS_PLACE = {
-    'optimizer_state="8bit"': 'optimizer_state="fp32"',
-    'master_weights="split24"': 'master_weights="split"',
-    SPLIT_SHARDS: 'master_weights="full"',
-}
 
 
 def make_state_format(config: Config, optimizer: Optimizer) -> StateFormat:
@@ -42,43 +31,36 @@ def make_state_format(config: Config, optimizer: Optimizer) -> StateFormat:
 
 
 def check_optimizer(
-    config: Config,
-    optimizer: Optimizer,
-    scaler: LossScaler,
-    names: dict[int, str],
-    certified: Certified,
-    is_zero: bool,
+    config: Config, optimizer: Optimizer, scaler: LossScaler, names: dict[int, str], is_zero: bool
 ) -> None:
     """Raise ``ValueError`` where arguments don't go with each other, or with an optimizer about to be wrapped.
 
     Args:
         optimizer: the one inside, where it is torch's ZeroRedundancyOptimizer.
         names: by id of a parameter.
-        certified: which classes and settings can be stepped a bucket at a time.
         is_zero: whether it is.
     """
-    obstacle = functools.cache(lambda: _obstacle(config, optimizer, names))
-    if config.optimizer_state == "8bit":
-        _check_required(config, 'optimizer_state="8bit"', obstacle)
-        params = [name for group in _called(list(enumerate(optimizer.param_groups)), names) for name in group]
-        state8.check_moments(optimizer.state_dict(), params)
     if config.splits:
         _check_split(config, optimizer, names)
-        if is_zero or any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
-            _check_required(config, SPLIT_SHARDS, obstacle)
-    if config.master_weights == "split24":
-        _check_required(config, 'master_weights="split24"', obstacle)
-    if config.fused_step is True:
-        reason = obstacle() or ("" if config.makes_masters else NO_MASTERS)
-        if reason:
-            raise ValueError(
-                f"fused_step=True can't be served: {reason}. Use fused_step=False, which steps the wrapped "
-                'optimizer itself, or "auto", which does so where a fused step does not apply.'
-            )
-    if config.master_weights == "split":
-        certified.check(optimizer)
     if config.gradient_release:
-        _check_release(config, optimizer, scaler, obstacle, is_zero)
+        _check_release(config, optimizer, scaler, is_zero)
+    what = config.required_by or ("fused_step=True" if config.fused_step is True else "")
+    if what:
+        why = "fused_step=False" if config.fused_step is False else "" if config.makes_masters else NO_MASTERS
+        if why := why or _obstacle(config, optimizer, names):
+            raise ValueError(f"{what} needs the one-pass step, which can't be had: {why}. Use {_IN_ITS_PLACE[what]}.")
+    if config.optimizer_state == "8bit":
+        params = [name for group in _called(list(enumerate(optimizer.param_groups)), names) for name in group]
+        state8.check_moments(optimizer.state_dict(), params)
+
+
+_IN_ITS_PLACE = {
+    'optimizer_state="8bit"': 'optimizer_state="fp32"',
+    'master_weights="split"': 'master_weights="full"',
+    'master_weights="split24"': 'master_weights="full"',
+    "gradient_release=True": "gradient_release=False",
+    "fused_step=True": "fused_step=False, the class's own step, or \"auto\", which takes that where a kernel can't",
+}
 
 
 def _obstacle(config: Config, optimizer: Optimizer, names: dict[int, str]) -> str:
@@ -94,32 +76,16 @@ def _obstacle(config: Config, optimizer: Optimizer, names: dict[int, str]) -> st
     return groups_obstacle(spec, make_state_format(config, optimizer), groups)
 
 
-def required_by(config: Config, has_dtensors: bool, is_zero: bool) -> str:
-    """What leaves no step but the fused one, as the user writes it; "" where there is another."""
-    return config.required_by or (SPLIT_SHARDS if config.splits and (has_dtensors or is_zero) else "")
-
-
-def _check_required(config: Config, what: str, obstacle: Callable[[], str]) -> None:
-    instead = _IN_ITS_PLACE[what]
-    if config.fused_step is False:
-        raise ValueError(
-            f"{what} does not go with fused_step=False: it is a form of the one-pass step. "
-            f'Use fused_step="auto", or {instead}.'
-        )
-    if not config.makes_masters:
-        raise ValueError(
-            f'{what} does not go with master_weights="none": the one-pass step is one of masters. '
-            f'Use master_weights="split", or {instead}.'
-        )
-    if obstacle():
-        raise ValueError(f"{what} can't be served: {obstacle()}. Use {instead}.")
-
-
 def _check_split(config: Config, optimizer: Optimizer, names: dict[int, str]) -> None:
     if config.on_model_write == "ignore":
         raise ValueError(
             f'on_model_write="ignore" does not go with master_weights="{config.master_weights}": the model\'s '
             'weights are part of the masters, so a write to them can\'t be ignored. Use "refresh" or "error".'
+        )
+    if closure_mode(config.closure, optimizer) == "reevaluate":
+        raise ValueError(
+            f'closure="reevaluate" does not go with master_weights="{config.master_weights}": the one-pass step '
+            'evaluates no closure. Use master_weights="full".'
         )
     for number, group in enumerate(optimizer.param_groups):
         _check_plain(config, group, number, names)
@@ -138,11 +104,7 @@ def _check_plain(config: Config, group: dict[str, Any], number: int, names: dict
                 )
 
 
-def _check_release(
-    config: Config, optimizer: Optimizer, scaler: LossScaler, obstacle: Callable[[], str], is_zero: bool
-) -> None:
-    if config.fused_step is False:
-        raise ValueError(f'{SAID} needs the one-pass step, and fused_step=False rules it out. Use fused_step="auto".')
+def _check_release(config: Config, optimizer: Optimizer, scaler: LossScaler, is_zero: bool) -> None:
     if config.grad_accumulation != "model":
         raise ValueError(
             f"{SAID} frees each gradient when it comes, so grad_accumulation={config.grad_accumulation!r} has "
@@ -165,9 +127,6 @@ def _check_release(
             f"{SAID} takes plain tensors and an optimizer that steps them, got "
             f"{'ZeroRedundancyOptimizer' if is_zero else 'DTensors'}. Use gradient_release=False on shards."
         )
-    reason = obstacle() or ("" if config.makes_masters else NO_MASTERS)
-    if reason:
-        raise ValueError(f"{SAID} needs the one-pass step, which can't be had: {reason}. Use gradient_release=False.")
 
 
 # -- groups that are to come -------------------------------------------------------------------------------------------
@@ -196,21 +155,12 @@ def check_groups(
 
 
 def check_new_group(
-    config: Config,
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    number: int,
-    names: dict[int, str],
-    certified: Certified,
+    config: Config, optimizer: Optimizer, group: dict[str, Any], number: int, names: dict[int, str]
 ) -> None:
     """The same for a group that is to be added, without defaults; and whether its masters can be had."""
     check_groups(config, optimizer, [{**optimizer.defaults, **group}], number, names)
     if config.splits:
         _check_plain(config, group, number, names)
-        if any(map(is_sharded, group["params"])) and fused_spec_for(type(optimizer)) is None:
-            raise ValueError(f"{SPLIT_SHARDS} can't be served: {no_fused_step(type(optimizer))}.")
-    if config.master_weights == "split":
-        certified.check_settings(optimizer, {**optimizer.defaults, **settings_of(group)})
 
 
 def _called(groups: list[tuple[int, dict[str, Any]]], names: dict[int, str]) -> list[list[str]]:
