@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.tensor_lists import any_there, gradients, set_grads
+from ..kernels.reference_steps import Factors
+from ..kernels.tensor_lists import any_there, counted_gradients, set_grads
 from ..scaling import LossScaler
 from . import errors
 from .diagnostics import describe
 from .dtensors import any_raw_grad, raw_grads
 from .look import Look
 from .params import ParamTable
-from .passes import Gradients, are_zero
+from .passes import Gradients, GradsToStep, are_zero
 from .ranks import Asked, Ranks, Replicas
 from .stage import (
     BackwardScale,
@@ -34,6 +35,7 @@ from .stage import (
     ScaledBy,
     Unscaled,
 )
+from .step import Step
 
 
 class StepState(abc.ABC):
@@ -49,7 +51,8 @@ class StepState(abc.ABC):
 
     Attributes:
         stage: one of the values of :mod:`.stage`.
-        at_work: whether a step writes: a master's ``.grad`` is the tensor that is there.
+        step: that is under way, or that an exception has stopped: the stage is the one whose gradients it steps. None
+            between steps.
         ranks: where the masters' other parts are, if any.
         replicas: which ranks share gradients with this one, if any.
         backwards: how many have begun.
@@ -75,7 +78,7 @@ class StepState(abc.ABC):
         self.replicas = Replicas()
         self.backwards = 0
         self.stage: Any = Ready()
-        self.at_work = False
+        self.step: Step | None = None
         self.own_scaler = own_scaler
         self._unit: tuple[LossScaler | None, int, bool] = (None, 0, False)
 
@@ -98,6 +101,11 @@ class StepState(abc.ABC):
     def is_own(self) -> bool:
         """Whether ``opt.backward(loss)`` or ``opt.scale_loss(loss)`` has made the present gradients."""
         return self.scale is not None and self.scale.by is ScaledBy.ENGINE
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step of this optimizer is under way, in any thread: a hook has called, or another thread has."""
+        return self.step is not None and self.step.runs
 
     def is_one(self, scaler: LossScaler | None = None) -> bool:
         """Whether a scale, else the own one, is static and exactly 1. Syncs once for each value of a static scale."""
@@ -289,7 +297,7 @@ class StepState(abc.ABC):
             if stamp:
                 self.fold(self.look(), may_be_cleared=False)
         elif stamp and type(self.stage) is Scaled and not self.replicas.local:  # else a later backward reduces them
-            self.stage = self.stage._replace(stamp=GradientStamp(gradients(self.params.models, self.params.read_of_grads)))
+            self.stage = self.stage._replace(stamp=GradientStamp(counted_gradients(self.params.models)))
 
     def found_none(self) -> bool:
         """Whether the backward that has just ended has left no gradient at all."""
@@ -399,7 +407,9 @@ class StepState(abc.ABC):
         self.unscale(look)  # read before: taken as made at 1
         self.gradients.measure(told.inv_scale)
         check = Check(((told.scaler, self.gradients.found_inf(self.device).clone()),))
-        self.stage = self.stage._replace(scale=told, true_stamp=GradientStamp.of(self.params.masters), check=check, is_measured=True)
+        self.stage = self.stage._replace(
+            scale=told, true_stamp=GradientStamp.of(self.params.masters), check=check, is_measured=True
+        )
 
     # -- the check ---------------------------------------------------------------------------------------------------
 
@@ -486,7 +496,9 @@ class StepState(abc.ABC):
             return
         self.gradients.write(look, stage.scale.inv_scale, stage.factor, checked=True)
         kept = stage.is_closed, stage.is_measured
-        self.stage = Unscaled(stage.scale, stage.stamp, GradientStamp.of(self.params.masters), stage.check, stage.losses, *kept)
+        self.stage = Unscaled(
+            stage.scale, stage.stamp, GradientStamp.of(self.params.masters), stage.check, stage.losses, *kept
+        )
 
     def update(self, look: Look) -> None:
         """The door: take the model's gradients as they are now, from any writer, and write true ones to masters."""
@@ -585,7 +597,9 @@ class StepState(abc.ABC):
     def close(self, is_measured: bool) -> None:
         """Gradients were clipped: no further backward is part of the step."""
         if type(self.stage) is Unscaled:
-            self.stage = self.stage._replace(is_closed=True, is_measured=is_measured, true_stamp=GradientStamp.of(self.params.masters))
+            self.stage = self.stage._replace(
+                is_closed=True, is_measured=is_measured, true_stamp=GradientStamp.of(self.params.masters)
+            )
 
     # -- FP32 sums: what :class:`.modes.sums.SummingState` does ------------------------------------------------------
 
@@ -614,6 +628,28 @@ class StepState(abc.ABC):
     @abc.abstractmethod
     def reduce(self) -> None:
         """Average over the ranks what was summed under ``no_sync``."""
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def to_step(self, look: Look, place: int) -> GradsToStep:
+        """What a step of the device at ``place`` takes: the look's gradients, still scaled, or the true ones."""
+        stage, each = self.stage, self.gradients.each[place]
+        if type(stage) is not Checked:
+            return GradsToStep(each.true_values(), Factors(each.one, each.one), each.first_sparse())
+        factor = each.one if stage.factor is None else stage.factor.to(each.one.device)
+        return GradsToStep(look.rows[place], Factors(stage.scale.inv_scale.to(each.one.device), factor))
+
+    def stop_step(self) -> None:
+        """A step has written nothing: the gradients wait as they did.
+
+        A GradScaler that has told its scale in that step will tell it again, or unscale them itself: they are as the
+        backward left them, but for clipped and edited ones, and sums.
+        """
+        stage = self.stage
+        is_told = self.scale is not None and self.scale.by is ScaledBy.TOLD_IN_STEP
+        if is_told and not self.is_sum and not getattr(stage, "is_closed", False):
+            self.gradients.forget_true()
+            self.stage = Scaled(BackwardScale.of(stage.scale.scaler, ScaledBy.USER), stage.stamp, stage.losses)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -682,8 +718,13 @@ class StepState(abc.ABC):
             self.reset(keeps_true=False)
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the model's and the masters' gradients, and forget what was found in them."""
+        """Clear the model's and the masters' gradients, and forget what was found in them.
+
+        In a step (a hook has called) its stage stays.
+        """
         self.gradients.clear(set_to_none)
+        if self.step is not None:
+            return
         self.gradients.release()
         zeros = None if set_to_none else GradientStamp.of(self.params.models)
         self.stage = Ready(zeros, are_zeros=zeros is not None, holds_true=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..kernels.tensor_lists import Rows, any_grad, any_there, gradients, read
+from ..kernels.readings import Rows
+from ..kernels.tensor_lists import any_grad, any_there, gradients, read
 from .params import DeviceParams, ParamTable
 from .stage import GradientStamp
 

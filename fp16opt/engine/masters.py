@@ -197,7 +197,7 @@ def _written(pair: ParamPair) -> Tensor:
 
 
 class GradientOwner(Protocol):
-    """What makes the gradients of masters: the :class:`~fp16opt.engine.step_state.StepState` of their optimizer."""
+    """What makes the gradients of masters: the :class:`~fp16opt.engine.gradients.StepState` of their optimizer."""
 
     def before_reading(self, position: int) -> None:
         """``.grad`` of the master of the pair at ``position`` is about to be read."""

@@ -14,7 +14,7 @@ from . import errors
 from .diagnostics import Lines, Overflow, SkipLog, are_finite, blamed, overflows_from_flags
 from .params import ParamTable
 from .ranks import Origin
-from .stage import OverflowCheck
+from .stage import Check
 from .step import Step
 
 
@@ -135,7 +135,7 @@ class Outcome:
 
     def record(
         self,
-        check: OverflowCheck,
+        check: Check,
         skipped: bool | Tensor,
         flags: list[Tensor],
         stats: Sequence[kernels.GradStats],
@@ -161,15 +161,19 @@ class Outcome:
             self._flags = [one.clone() for one in flags] if skipped else None
             self._last = skipped
             step.is_counted = True
-            for scaler, found in check.of:
+            for scaler, norm in check.norms:
+                scaler.see(norm)
+            for scaler, found in check.found:
                 update_scale(scaler, found)
             return skipped
         last, counted = self._memory(flags, skipped.device)
         step.is_counted = True
+        for scaler, norm in check.norms:
+            scaler.see(norm)
         devices = [one.nonfinite.device for one in stats]
         if not (devices and skipped.device == devices[0] and all(map(backends.are_compiled, devices))):
             note(skipped, flags, self._kept, last, counted)
-            for scaler, found in check.of:
+            for scaler, found in check.found:
                 update_scale(scaler, found)
             return last
         self._record_on_device(check, skipped, flags, stats, (last, counted))
@@ -177,18 +181,18 @@ class Outcome:
 
     def _record_on_device(
         self,
-        check: OverflowCheck,
+        check: Check,
         skipped: Tensor,
         flags: list[Tensor],
         stats: Sequence[kernels.GradStats],
         outcome: tuple[Tensor, Tensor],
     ) -> None:
         """Outcome, scale and statistics, in one launch a device where that can be."""
-        single = check.of[0] if len(check.of) == 1 and check.of[0][1] is skipped else None
+        single = check.found[0] if len(check.found) == 1 and check.found[0][1] is skipped else None
         memory = None if single is None else single[0].memory
         if single is None or memory is None or memory.trackers.device != skipped.device:
             memory = None
-            for scaler, found in check.of:
+            for scaler, found in check.found:
                 update_scale(scaler, found)
         else:
             single[0].generation += memory.settings is not None
@@ -249,7 +253,7 @@ class Outcome:
         scaler: LossScaler,
         old_scale: float,
         losses: Sequence[Tensor],
-        check: OverflowCheck,
+        check: Check,
         params: ParamTable,
         under_grad_scaler: bool = False,
     ) -> None:
@@ -271,7 +275,7 @@ class Outcome:
                 is_bad = are_finite(losses) is False if self.origin is None else bool(self.origin.losses)
                 weights = params.not_finite() if is_bad else []
                 self.log.skipped(scaler, old_scale, report, losses, weights, self.origin)
-            check_consecutive([one for one, _ in check.of], report, self.origin)
+            check_consecutive([one for one, _ in check.found], report, self.origin)
         elif skipped is False:
             self.log.stepped(old_scale)
 

@@ -9,12 +9,11 @@ from torch.optim import Optimizer
 
 from ..scaling import LossScaler
 from .config import Config
-from .gradients import Gradients
+from .gradients import Gradients, StepState
 from .masters import Masters
 from .model_writes import ModelWrites
 from .outcome import Outcome
 from .params import ParamTable
-from .step_state import StepState
 
 
 class Wrapper(Protocol):

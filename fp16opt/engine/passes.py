@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.tensor_lists import Rows, all_there, any_there, read, set_grads, types_of
-from .dtensors import aligned, as_piece_of, local, raw_grad, raw_grads, set_raw_grad
+from ..kernels.readings import Rows
+from ..kernels.reference_steps import Factors
+from ..kernels.tensor_lists import all_there, any_there, read, set_grads, types_of
+from .dtensors import aligned, as_piece_of, local, raw_grads, set_raw_grad
 from .folded import is_folded
 from .look import Look
 from .masters import Masters
@@ -100,6 +102,20 @@ class Laid(NamedTuple):
     ins: Grads
     outs: Grads
     places: Grads
+
+
+class GradsToStep(NamedTuple):
+    """One device's gradients as a step takes them.
+
+    Attributes:
+        grads: by row: all scaled as autograd left them, or all true ones. None: the parameter is left alone.
+        factors: what they are to be multiplied by; ones where they are true.
+        sparse: the name of a parameter whose true one is sparse, of which ``grads`` has the values; "" for none.
+    """
+
+    grads: Grads
+    factors: Factors
+    sparse: str = ""
 
 
 class DeviceGradients:
@@ -251,6 +267,11 @@ class DeviceGradients:
             piece = local(grad._values() if grad.is_sparse else grad)
             found.append(piece.detach() if piece.requires_grad else piece)
         return found
+
+    def first_sparse(self) -> str:
+        """The name of the first parameter whose true gradient is sparse; "" for none."""
+        grads = zip(self.pairs, raw_grads(self.masters), strict=True)
+        return next((pair.name for pair, grad in grads if grad is not None and grad.is_sparse), "")
 
     def measure(self, factor: Tensor | None = None) -> None:
         """Flags and sums of squares of the true gradients as they are now.

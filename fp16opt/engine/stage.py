@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import backends
-from ..kernels.tensor_lists import Rows, any_there, are_references_to, references_to, types_of
+from ..kernels.readings import Rows
+from ..kernels.tensor_lists import any_there, are_references_to, references_to, types_of
 from ..scaling import LossScaler
 from .dtensors import is_sharded, local, raw_grads, versions
 from .params import HALF_DTYPES

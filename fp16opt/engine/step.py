@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .. import kernels
-from .stage import OverflowCheck
+from .stage import Check
 
 
 def _nothing() -> None:
@@ -38,7 +38,7 @@ class Step:
         self.counts = counts
         self.runs = True
         self.about_to_write = self.all_written = self.is_counted = False
-        self.check: OverflowCheck | None = None
+        self.check: Check | None = None
         self.skipped: bool | Tensor = False
         self.awaited: kernels.AwaitedFlag | None = None
         self.undo: Callable[[], None] = _nothing

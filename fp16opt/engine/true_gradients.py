@@ -31,7 +31,7 @@ class TrueGradients:
             position: of its pair.
         """
         state = self._state
-        if state.at_work or torch._C._current_graph_task_id() != -1:
+        if (state.step is not None and state.step.about_to_write) or torch._C._current_graph_task_id() != -1:
             return
         stage = state.stage
         if type(stage) is Unscaled and not stage.stamp.is_empty and raw_grad(state.params.models[position]) is None:

@@ -20,9 +20,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from .. import kernels
 from . import errors
 from .dtensors import raw_grads
-from .gradients import GradsToStep
+from .look import Look
 from .masters import Masters, ordinary_parameters
-from .params import HALF_DTYPES, DeviceParams, ParamTable
+from .params import HALF_DTYPES, ParamTable
 from .schema import is_torch_class
 from .step import Step
 
@@ -34,16 +34,6 @@ HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-
-
-class StepGradients(Protocol):
-    """Where a step finds its gradients: the :class:`~fp16opt.engine.step_state.StepState`."""
-
-    def to_step(self, device: DeviceParams) -> GradsToStep:
-        """A device's gradients as a step takes them."""
-
-    def unscale(self) -> None:
-        """Make true gradients of those that wait."""
 
 
 class Stepper(Protocol):
@@ -59,16 +49,17 @@ class Stepper(Protocol):
     def takes_scaled(self) -> bool:
         """Whether the next step takes gradients still scaled; else they are unscaled before it."""
 
-    def skips_on_device(self) -> bool:
+    def skips_on_device(self, look: Look) -> bool:
         """Whether the next step can be skipped on the device, by a flag that the host does not read. No sync."""
 
     def counts_steps(self) -> bool:
         """Whether a step rounds by its number, so that the host must know how many were taken before it."""
 
-    def step(self, step: Step, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """Step, with the wrapped optimizer's hooks. Whatever the step or one of its hooks raises comes out.
 
         Args:
+            look: what this call has seen; no code of the user's has run since.
             step: is marked right before the first write and after the last one, both within the hooks.
             found_inf: float32, 0-dim, exactly 0.0 or 1.0: where it is 1.0 nothing is written. None: decided already.
             closure: handed to the wrapped optimizer where that steps itself.
@@ -261,14 +252,12 @@ class WrappedStep:
         optimizer: Optimizer,
         params: ParamTable,
         masters: Masters,
-        gradients: StepGradients,
         why: str = "fused_step=False",
         part: Optimizer | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.params = params
         self.masters = masters
-        self.gradients = gradients
         self.why = why
         self.part = optimizer if part is None else part
         self.rounded_all = True
@@ -277,7 +266,7 @@ class WrappedStep:
         """False: a wrapped optimizer reads true FP32 gradients."""
         return False
 
-    def skips_on_device(self) -> bool:
+    def skips_on_device(self, look: Look) -> bool:
         """Where torch's own fused steps serve by torch's found_inf protocol."""
         return supports_found_inf(self.optimizer, [device.device for device in self.params.devices])
 
@@ -289,9 +278,8 @@ class WrappedStep:
         """Why no kernel steps."""
         return f"general ({self.why})"
 
-    def step(self, step: Step, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`. Masters are ordinary parameters while the optimizer steps them."""
-        self.gradients.unscale()
         with ordinary_parameters(self.params):
             loss = run_step(self.optimizer, step, found_inf, closure)
         self.round_down()
@@ -299,7 +287,6 @@ class WrappedStep:
 
     def step_within_hooks(self, step: Step) -> None:
         """The optimizer's step without its hooks, which are running: a kernel could not step after all."""
-        self.gradients.unscale()
         framed = type(self.part).step
         with ordinary_parameters(self.params), guard_open(self.part):
             run_code(self.part, step, None, getattr(framed, "__wrapped__", framed))

@@ -30,6 +30,10 @@ from ..stage import BackwardScale, Check, GradientStamp, Grads, Scaled, Unscaled
 class SummingState(StepState):
     """The engine's :class:`~fp16opt.engine.gradients.StepState`, with what folds gradients into FP32 sums."""
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._marks: dict[int, FoldedGradient] = {}  # by id of the pair: what stands in .grad of its model
+
     def begin_backward(
         self, look: Look, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None
     ) -> BackwardScale:
@@ -132,7 +136,9 @@ class SummingState(StepState):
         """At these positions what stands in the place of a sum's gradients refuses to be used."""
         for pair, sum_, is_due in zip(self.params.all, raw_grads(self.params.masters), at, strict=True):
             if is_due and pair.has_master and sum_ is not None and takes_place(pair.model):
-                set_raw_grad(pair.model, FoldedGradient(pair.model, pair.name))
+                if id(pair) not in self._marks:
+                    self._marks[id(pair)] = FoldedGradient(pair.model, pair.name)
+                set_raw_grad(pair.model, self._marks[id(pair)])
 
     def reduce(self) -> None:
         """Average over the ranks what was summed under ``no_sync``."""
@@ -154,7 +160,13 @@ class SummingState(StepState):
         """READY: what stands for sums is taken away."""
         if self.is_sum or self.is_to_fold:
             unmark(self.params.models)
+        self._marks.clear()
         super().reset(keeps_true, zeros)
+
+    def clear(self, set_to_none: bool) -> None:
+        """As ever; what stood for sums refers to parameters, which torch could not swap."""
+        super().clear(set_to_none)
+        self._marks.clear()
 
     # -- what ranks average: :class:`.ranks.Sums` --------------------------------------------------------------------
 
