@@ -44,7 +44,6 @@ ENGINE = [
     "folded",
     "gradients",
     "stage",
-    "untracked",
     "step_state",
     "outcome",
     "wrapped_step",

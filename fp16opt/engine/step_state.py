@@ -10,7 +10,7 @@ import abc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ from .stage import (
     check_of,
 )
 from .stamps import GradientStamp
-from .untracked import untracked
 
 Grads = Sequence["Tensor | None"]
 
@@ -65,9 +64,6 @@ class StepState(abc.ABC):
         backwards: how many have begun.
     """
 
-    newest: ClassVar[Callable[[], StepState | None]] = staticmethod(lambda: None)
-    """Whose backward was the last to begin in this process; None once that is gone."""
-
     def __init__(
         self,
         params: ParamTable,
@@ -87,7 +83,6 @@ class StepState(abc.ABC):
         self.stage: Any = Ready()
         self._scaler = scaler
         self._units = UnitScales()
-        self._me = weakref.ref(self)
         self._seen: Any = None  # how gradients lay when they were last seen; None where that could not be read
         self._lay: Any = None  # how they lay when that was last read
 
@@ -307,7 +302,6 @@ class StepState(abc.ABC):
                 self.gradients.forget_true()
             self.stage = Scaled(scale, None, losses, made.left_over if type(made) is Scaled else None)
         self.backwards += 1
-        StepState.newest = self._me
         return scale
 
     def _begin_step(self, stage: Ready, scaler: LossScaler, grads: Grads, may_clear: bool) -> Any:
@@ -421,11 +415,7 @@ class StepState(abc.ABC):
         is_known = scaler is not None or inv_scale is not None
         scaler = self._scaler() if scaler is None else scaler
         if not (is_known or self._units.has(scaler)) and (named := self._not_zero(grads)):
-            if stage.is_stepped and stage.used is not None and not stage.used.compare(grads)[0]:
-                raise errors.THE_STEP_IS_OVER(names=describe(named))
-            last = StepState.newest()
-            others = None if last is None or last is self else last.params.names
-            raise untracked(named, float(scaler.scale), others)
+            raise errors.NOT_OF_THIS_STEP(scale=float(scaler.scale), names=describe(named))
         scale = BackwardScale.of(scaler, is_plain=True)
         if inv_scale is not None:
             scale = scale._replace(inv_scale=inv_scale.to(self.device), is_told=True, is_told_in_step=in_step)
@@ -991,7 +981,7 @@ class StepState(abc.ABC):
         stamp = getattr(stage, "stamp", None)
         if stamp is None:
             stamp = GradientStamp(raw_grads(self.params.models))
-        self.stage = Ready(stamp, holds_true=are_true and keeps_true, is_stepped=keeps_true)
+        self.stage = Ready(stamp, holds_true=are_true and keeps_true)
 
     def forget(self) -> None:
         """READY: a checkpoint was loaded. Gradients that are incomplete stay so."""

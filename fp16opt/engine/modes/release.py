@@ -31,7 +31,6 @@ from ..params import ParamPair, ParamTable
 from ..progress import Progress
 from ..stage import BackwardScale, Interrupted, OverflowCheck, Verdict
 from ..state_format import StateFormat
-from ..step_state import StepState
 from ..wrapped_step import run_hooks
 from .sums import SummingState
 
@@ -230,6 +229,7 @@ class ReleasingState(SummingState):
         self._model_writes = model_writes
         self._waits = kernels.is_host(self.device)  # writes by others are looked for on the host
         self._handles: list[Any] = []
+        self._me = weakref.ref(self)
         self._release_hooks = weakref.finalize(self, _remove, self._handles)
         self._make_slots()
 
@@ -355,7 +355,6 @@ class ReleasingState(SummingState):
         scale = BackwardScale.of(scaler)
         self.stage = Releasing(scale, Arrivals(), () if loss is None else (loss,))
         self.backwards += 1
-        StepState.newest = self._me
         return scale
 
     def arrive(self, position: int) -> None:
