@@ -43,7 +43,6 @@ ENGINE = [
     "stage",
     "look",
     "passes",
-    "untracked",
     "step",
     "gradients",
     "true_gradients",

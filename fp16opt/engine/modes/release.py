@@ -231,6 +231,7 @@ class ReleasingState(SummingState):
         self._model_writes = model_writes
         self._waits = kernels.is_host(self.device)  # writes by others are looked for on the host
         self._handles: list[Any] = []
+        self._me = weakref.ref(self)
         self._release_hooks = weakref.finalize(self, _remove, self._handles)
         self._make_slots()
 
