@@ -1031,8 +1031,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         is_told = skipped is True or (skipped is False and self.outcome.log.awaits_step)
         self.outcome.before = float(self.scaler.scale) if is_told else None
         self.outcome.losses = state.losses if is_told else ()
-        here = skipped is not True or check.origin is None
-        self.outcome.origin = None if here else state.ranks.origin(check.origin)
+        numbers = check.origin if skipped is True else None
+        self.outcome.origin = None if numbers is None else state.ranks.origin(numbers)
         if state.scale is not None:
             self.outcome.scale = state.scale.scale
         flags = [] if skipped is False else self.gradients.flags()

@@ -33,6 +33,7 @@ from .stage import (
     Ready,
     Scaled,
     ScaledBy,
+    UnitScales,
     Unscaled,
 )
 from .step import Step
@@ -80,7 +81,7 @@ class StepState(abc.ABC):
         self.stage: Any = Ready()
         self.step: Step | None = None
         self.own_scaler = own_scaler
-        self._unit: tuple[LossScaler | None, int, bool] = (None, 0, False)
+        self._units = UnitScales()
 
     @property
     def scale(self) -> BackwardScale | None:
@@ -109,12 +110,7 @@ class StepState(abc.ABC):
 
     def is_one(self, scaler: LossScaler | None = None) -> bool:
         """Whether a scale, else the own one, is static and exactly 1. Syncs once for each value of a static scale."""
-        scaler = self.own_scaler() if scaler is None else scaler
-        if scaler.dynamic:
-            return False
-        if self._unit[0] is not scaler or self._unit[1] != scaler.generation:
-            self._unit = scaler, scaler.generation, float(scaler.scale) == 1.0
-        return self._unit[2]
+        return self._units.has(self.own_scaler() if scaler is None else scaler)
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -366,7 +362,7 @@ class StepState(abc.ABC):
             return False
         is_known, scaler = scaler is not None or inv_scale is not None, scaler or self.own_scaler()
         if not (is_known or self.is_one(scaler)) and (named := self.gradients.not_zero(look.grads.tensors, self.ranks)):
-            raise errors.NOT_SCALED(names=describe(named), scale=float(scaler.scale))
+            raise errors.NOT_OF_THIS_STEP(scale=float(scaler.scale), names=describe(named))
         scale = BackwardScale.of(scaler, by)
         if inv_scale is not None:
             scale = scale._replace(inv_scale=inv_scale.to(self.device))

@@ -9,11 +9,12 @@ from torch.optim import Optimizer
 
 from ..scaling import LossScaler
 from .config import Config
-from .gradients import Gradients, StepState
+from .gradients import StepState
 from .masters import Masters
 from .model_writes import ModelWrites
 from .outcome import Outcome
 from .params import ParamTable
+from .passes import Gradients
 
 
 class Wrapper(Protocol):

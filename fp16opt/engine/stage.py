@@ -73,6 +73,29 @@ class BackwardScale(NamedTuple):
         return self.scaler is scaler and self.generation == scaler.generation
 
 
+class UnitScales:
+    """Which scalers are static with a scale of exactly 1: gradients that they made are true ones.
+
+    Example:
+        >>> from fp16opt import StaticLossScaler
+        >>> UnitScales().has(StaticLossScaler(1.0)), UnitScales().has(StaticLossScaler(2.0))
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[LossScaler | None, int, bool] = (None, 0, False)
+
+    def has(self, scaler: LossScaler) -> bool:
+        """Whether ``scaler`` is one. Syncs once for each value of a static scale."""
+        if scaler.dynamic:
+            return False
+        known, generation, is_one = self._known
+        if known is not scaler or generation != scaler.generation:
+            is_one = float(scaler.scale) == 1.0
+            self._known = (scaler, scaler.generation, is_one)
+        return is_one
+
+
 # -- the stamp ---------------------------------------------------------------------------------------------------------
 
 _SAMPLED = 32
