@@ -305,7 +305,8 @@ public:
         py::list found;
         for (size_t k = 0; k < lists.size(); ++k) {
             const auto entries = py::reinterpret_borrow<py::tuple>(held[k]);
-            const auto& before = py::handle(PyList_GET_ITEM(known.ptr(), Py_ssize_t(k))).cast<const Reading&>();
+            const auto owned = py::reinterpret_borrow<py::object>(known[k]);  // another thread may put its own there meanwhile
+            const auto& before = owned.cast<const Reading&>();
             const bool is_kept = entries.ptr() == PyList_GET_ITEM(kept.ptr(), Py_ssize_t(k));
             py::object reading = py::none();
             if (rows) {  // one may be there that was None

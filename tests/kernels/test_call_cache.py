@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -428,8 +429,8 @@ def test_counters_of_another_dtype_are_noticed(level: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_two_threads_at_one_site(kind: type) -> None:
-    """While one of them works without Python's lock, the other has the site forget and learn."""
+def test_three_threads_at_one_site(kind: type) -> None:
+    """While one of them works without Python's lock, or between two of its lists, another has the site forget and learn."""
     site, failures = Site(kind), []
 
     def work(size: int) -> None:
@@ -443,11 +444,16 @@ def test_two_threads_at_one_site(kind: type) -> None:
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(size,)) for size in (3, 50_000)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [threading.Thread(target=work, args=(size,)) for size in (3, 3, 50_000)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert not failures
 
 
