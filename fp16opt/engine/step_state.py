@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import AwaitedFlag
-from ..kernels.calls import StableEntries
-from ..kernels.tensor_lists import any_there, count_grads, see_grads
+from ..kernels.readings import Rows
+from ..kernels.tensor_lists import any_there, counted_gradients, gradients
 from ..scaling import LossScaler
 from . import errors
 from .diagnostics import describe
@@ -126,17 +126,17 @@ class StepState(abc.ABC):
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def _see(self) -> StableEntries:
+    def _see(self) -> Rows:
         """The model's gradients, and all that is asked of each, in the order of the table."""
         stage = self.stage
         known = stage.stamp.references if type(stage) is Checked and stage.stamp.was_counted else None
-        grads = see_grads(self.params.models, self._lay if known is None else self._seen, known)
+        grads = gradients(self.params.models, self._lay if known is None else self._seen, known)
         self._seen = grads.reading
         if grads.reading is not None:
             self._lay = grads.reading
         return grads
 
-    def look(self) -> StableEntries:
+    def look(self) -> Rows:
         """What became of gradients since the stamps; every call but a step's own begins with it.
 
         Returns:
@@ -335,7 +335,7 @@ class StepState(abc.ABC):
             if stage.pending:
                 self._fold(stage)
         elif type(stage) is Scaled and not self.replicas.local:  # those of no_sync are reduced by a later backward
-            self.stage = stage._replace(stamp=GradientStamp(count_grads(self.params.models)))
+            self.stage = stage._replace(stamp=GradientStamp(counted_gradients(self.params.models)))
 
     def found_none(self) -> bool:
         """Whether the backward that has just ended has left no gradient at all."""
@@ -800,7 +800,7 @@ class StepState(abc.ABC):
         """Add the model's gradients to the sums."""
 
     @abc.abstractmethod
-    def _look_at_sums(self, stage: Summed, grads: StableEntries) -> StableEntries:
+    def _look_at_sums(self, stage: Summed, grads: Rows) -> Rows:
         """:meth:`look`: fold the last backward, with the user's edits; notice edits of the sums."""
 
     @abc.abstractmethod
@@ -883,9 +883,10 @@ class StepState(abc.ABC):
         """A device's gradients as a step takes them."""
         stage = self.standing
         found = self.gradients.to_step(device, stage.waiting if type(stage) is Checked else None)
-        if found.scaled and isinstance(found.grads, StableEntries) and len(self.gradients.each) == 1:
-            found.grads.reading = self._seen  # which is of these, as the stamps told: see :meth:`look`
-        return found
+        if not isinstance(found.grads, tuple):
+            return found
+        is_one = len(self.gradients.each) == 1  # what was seen is of these then, as the stamps told: see :meth:`look`
+        return found._replace(grads=Rows(found.grads, self._seen if is_one else None))
 
     def begin_step(self, check: OverflowCheck, skipped: bool | Tensor, awaited: AwaitedFlag | None) -> Progress:
         """STEPPING: from here on something is written, and a master's ``.grad`` is the tensor that is there."""

@@ -342,6 +342,14 @@ def _model_step8_accepts(grad: torch.dtype, master: torch.dtype, *rest: torch.dt
     return fits and tuple(codes) == _CODES[: len(codes)]
 
 
+_OF_STEPS = (
+    Argument("factors.inv_scale"),
+    Argument("factors.coefficient"),
+    Argument("found_inf"),
+    Argument("stats.overflow", torch.int32, each=True, written=True),
+)
+
+
 def step_operation(
     name: str,
     state: tuple[str, ...],
@@ -378,6 +386,7 @@ def step_operation(
         specification,
         "step",
         kernel,
+        _OF_STEPS,
         written=(len(lists),) if has_models else (1,),
         shape_of=1,
         counters="steps" if counts else "",

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ... import kernels
-from ...kernels.calls import StableEntries
 from ...kernels.lists import same_walk
+from ...kernels.readings import Rows
 from ...kernels.steps import Factors, StepValues, run_step
 from ...scaling import LossScaler
 from ..dtensors import raw_grad, raw_grads, set_raw_grad
@@ -259,7 +259,7 @@ class ReleasingState(SummingState):
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def look(self) -> StableEntries:
+    def look(self) -> Rows:
         """What other code has done to gradients, of which there are none but while a backward runs.
 
         Raises:
