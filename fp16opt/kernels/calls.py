@@ -26,8 +26,8 @@ class Argument(NamedTuple):
 
     Attributes:
         name: for messages.
-        dtype: of the tensor that it must be, on the device of the call, or of the ``rows`` of statistics; None for a
-            plain value, or a tensor that the operation itself has made.
+        dtype: of the tensor that it must be, on the device of the call; None for a plain value, or a tensor that was
+            checked before, or that the operation itself has made.
         each: whether it has one element for each entry of the lists; else it has one.
         written: whether the operation writes it.
     """

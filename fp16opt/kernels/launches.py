@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import native, tensor_lists
 from .calls import BEGUN, Call, CallCache, Entries, Known, Operation
-from .changed import Marks
+from .changed import ChangedBits, Marks
 from .lists import check_lists
 from .pieces import Piece
 from .readings import Rows
@@ -111,7 +111,8 @@ def launch(
     Args:
         operation: what is to be done.
         lists: as many as the operation has.
-        given: a value for each argument that the operation declares; None for a tensor that is left out.
+        given: what is given beside the lists, in the order of the operation's arguments; None for a tensor that is
+            left out.
         site: the memory of the call site.
         device: what counts for lists without tensors.
         flags: one for all entries or one for each, of operations that have them.
@@ -123,59 +124,60 @@ def launch(
     Raises:
         TypeError, ValueError: as :func:`begin`, or an argument is of another kind. Nothing is written then.
     """
+    values: list[Any] = []
     numbers: list[Tensor | None] = []
+    cast: CastStats | None = None
     for value in given:
-        if value is None or isinstance(value, Tensor):
-            numbers.append(value)
-        elif isinstance(value, Given):
+        if isinstance(value, Given):
+            values += value.tensors
             numbers += value.tensors
+            cast = value if isinstance(value, CastStats) else None
+        else:
+            values.append(value)
+            if value is None or isinstance(value, Tensor):
+                numbers.append(value)
     call = begin(operation, lists, site, numbers, device)
     if not call.is_proven:
-        prove(call, given, numbers)
-    return run(call, given, flags=flags, writes=writes)
+        prove(call, values, numbers)
+    return run(call, given, values, cast, flags=flags, writes=writes)
 
 
-def prove(call: Call, given: Sequence[Any], numbers: Sequence[Tensor | None]) -> None:
+def prove(call: Call, values: Sequence[Any], numbers: Sequence[Tensor | None]) -> None:
     """Check that the tensors beside the lists are what the operation declares, and have the site know them.
 
     Args:
-        given: a value for each argument.
+        values: one for each argument of the kernel.
         numbers: the tensors among them.
 
     Raises:
         TypeError, ValueError: one is not.
     """
-    name, count, device = call.operation.name, call.plan.count, call.plan.device
-    for argument, value in zip(call.operation.arguments, given, strict=True):
-        if isinstance(value, Given):
-            place, words = value.by_row
-            rows = value.tensors[place]
-            check_result(name, words, rows, count, argument.dtype or rows.dtype, device)
-        elif argument.dtype is not None and value is not None:
-            check_result(name, argument.name, value, count if argument.each else 1, argument.dtype, device)
-    site = call.owner
+    plan, site = call.plan, call.owner
+    for argument, value in zip(call.operation.arguments, values, strict=True):
+        if argument.dtype is not None and value is not None:
+            size = plan.count if argument.each else 1
+            check_result(call.operation.name, argument.name, value, size, argument.dtype, plan.device)
     known = None if site is None else site.known
-    if site is not None and known is not None and known.plan is call.plan:
+    if site is not None and known is not None and known.plan is plan:
         site.known = known._replace(numbers=tensor_lists.read(numbers), used_by=call.operation)
 
 
-def run(call: Call, given: Sequence[Any], *, flags: bool | Sequence[bool] | None = None, writes: bool = True) -> bool:
-    """Do the operation of a call whose lists and arguments were checked: see :func:`launch`."""
+def run(
+    call: Call,
+    given: Sequence[Any],
+    values: Sequence[Any],
+    cast: CastStats | None = None,
+    *,
+    flags: bool | Sequence[bool] | None = None,
+    writes: bool = True,
+) -> bool:
+    """Do the operation of a call whose lists and arguments were checked: see :func:`launch`.
+
+    Args:
+        values: the same as ``given``, one for each argument of the kernel.
+        cast: of operations that round to 16 bits.
+    """
     plan, operation = call.plan, call.operation
-    values: list[Any] = []
-    written: list[Tensor] = []
-    cast: CastStats | None = None
-    for argument, value in zip(operation.arguments, given, strict=True):
-        if isinstance(value, Given):
-            values += value.tensors
-            if argument.written:
-                written += value.tensors
-            if isinstance(value, CastStats):
-                cast = value
-        else:
-            values.append(value)
-            if argument.written and value is not None:
-                written.append(value)
     if flags is not None and not isinstance(flags, bool) and len(flags) != plan.count:
         raise ValueError(
             f"{operation.name}: accumulate has {len(flags)} entries, {operation.lists[0]} has {plan.count}. "
@@ -186,16 +188,33 @@ def run(call: Call, given: Sequence[Any], *, flags: bool | Sequence[bool] | None
         call = by_torch(call)
         plan = call.plan
     if plan.by_reference:
-        call.returned.append(BEGUN)
-        with torch.no_grad(), marking(None if cast is None else cast.changed, call.rounded, plan.by_reference):
-            for row in plan.by_reference:
-                flag = flags if isinstance(flags, bool) else flags is not None and bool(flags[row])
-                operation.specification(row, call.row(row), tuple(given), flag)
+        run_by_torch(call, tuple(given), None if cast is None else cast.changed, flags)
     if plan.serving is None:
         call.returned.append(True)
         return False
+    written = []
+    for argument, value in zip(operation.arguments, values, strict=True):
+        if argument.written and value is not None:
+            written.append(value)
     plan.serving.launch(call, values, written=written, marks=marks, flags=flags, writes=writes)
     return True
+
+
+def run_by_torch(
+    call: Call, given: tuple[Any, ...], changed: ChangedBits | None, flags: bool | Sequence[bool] | None
+) -> None:
+    """Do the operation, by its specification, on the rows that no compiled kernel serves.
+
+    Args:
+        given: what the specification is given.
+        changed: marks the elements of 16-bit tensors that get other bits.
+        flags: as for :func:`launch`.
+    """
+    call.returned.append(BEGUN)
+    with torch.no_grad(), marking(changed, call.rounded, call.plan.by_reference):
+        for row in call.plan.by_reference:
+            flag = flags if isinstance(flags, bool) else flags is not None and bool(flags[row])
+            call.operation.specification(row, call.row(row), given, flag)
 
 
 def is_trusted(call: Call, marks: Marks | None) -> bool:
@@ -206,11 +225,10 @@ def is_trusted(call: Call, marks: Marks | None) -> bool:
     """
     plan = call.plan
     key = call.operation.cuda, marks is not None and not isinstance(marks[0], int)
-    if plan.serving is None or key in plan.trusted:
-        return True
-    if not plan.serving.trusts(call, marks):
-        return False
-    plan.trusted.add(key)
+    if plan.serving is not None and key not in plan.trusted:
+        if not plan.serving.trusts(call, marks):
+            return False
+        plan.trusted.add(key)
     return True
 
 

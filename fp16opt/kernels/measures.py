@@ -34,8 +34,6 @@ class Snapshots(Given):
         5888
     """
 
-    by_row = (1, "before.offsets")
-
     def __init__(self, tensors: Entries) -> None:
         there = [tensor for tensor in tensors if tensor is not None]
         device = there[0].device if there else torch.device("cpu")
@@ -84,7 +82,7 @@ def multi_tensor_measure(grads: Entries, *, cache: CallCache | None = None) -> T
     """
     call = begin(MEASURE, (grads,), cache)
     numbers = _zeros(call, len(MEASURED))
-    run(call, (numbers,))
+    run(call, (numbers,), (numbers,))
     return numbers
 
 
@@ -127,7 +125,7 @@ def multi_tensor_compare(
                 f"{COMPARE.name}: before has {have} element(s) for masters[{row}], which needs {want} of its "
                 "dtype. Take the snapshots of the same list of masters."
             )
-    run(call, (before, numbers))
+    run(call, (before, numbers), (*before.tensors, numbers))
     numbers[:, 2:] *= before.shares
     return numbers
 

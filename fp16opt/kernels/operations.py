@@ -228,7 +228,8 @@ def multi_tensor_l2norm(tensors: Entries, *, cache: CallCache | None = None) -> 
     device = call.plan.device
     sumsq = torch.zeros(call.plan.count, dtype=sum_dtype(device), device=device)
     norm, norms = sumsq.new_zeros(()), torch.zeros_like(sumsq)
-    return (norm, norms) if run(call, (sumsq, norm, norms)) else reference.norms(sumsq)
+    given = sumsq, norm, norms
+    return (norm, norms) if run(call, given, given) else reference.norms(sumsq)
 
 
 def multi_tensor_scale(tensors: Entries, factor: Tensor, *, cache: CallCache | None = None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -64,11 +63,9 @@ class Given:
 
     Attributes:
         tensors: what kernels are given.
-        by_row: which of these has a number for each tensor of the lists, with its name in messages.
     """
 
     tensors: tuple[Tensor, ...]
-    by_row: ClassVar[tuple[int, str]] = (0, "")
 
 
 @dataclass(eq=False)
@@ -101,7 +98,6 @@ class GradStats(Given):
     found_inf: Tensor
     memory: Tensor | None = None
     touched: bool = True
-    by_row: ClassVar[tuple[int, str]] = (0, "stats.nonfinite")
 
     def __post_init__(self) -> None:
         self.tensors = self.nonfinite, self.sumsq, self.norm, self.found_inf
@@ -177,7 +173,6 @@ class CastStats(Given):
 
     overflow: Tensor
     changed: ChangedBits | None = None
-    by_row: ClassVar[tuple[int, str]] = (0, "stats.overflow")
 
     def __post_init__(self) -> None:
         self.tensors = (self.overflow,)

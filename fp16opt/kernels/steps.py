@@ -11,17 +11,15 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import cuda, cuda_steps, native, reference_steps
 from .backends import captures
-from .calls import BEGUN, CallCache, Entries, Operation, Plan
+from .calls import CallCache, Entries, Operation, Plan
 from .cuda_rows import KERNELS, Blocks
 from .formulas import FORMULAS, Formula, LionOptions
-from .launches import begin, by_torch, is_trusted, prove
+from .launches import begin, by_torch, is_trusted, prove, run_by_torch
 from .pieces import WHOLE, Piece
-from .reference_changed import marking
 from .reference_steps import Factors, OneStep, StepValues
 from .stats import CastStats
 from .table import step_operation
@@ -195,13 +193,8 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
     if values.found_inf is not None and plan.decided_here and bool(values.found_inf.item()):
         return
     first = values.first
-    changed = None if stats is None else stats.changed
     if plan.by_reference:
-        call.returned.append(BEGUN)
-        with torch.no_grad(), marking(changed, call.rounded, plan.by_reference):
-            for row in plan.by_reference:
-                fresh = first if isinstance(first, bool) else bool(first[row])
-                operation.specification(row, call.row(row), (step, values), fresh)
+        run_by_torch(call, (step, values), None if stats is None else stats.changed, first)
     if plan.serving is cuda:
         cuda_steps.launch(call, values._replace(options=list(map(step.packed, values.options))))
     elif plan.serving is not None and plan.direct:

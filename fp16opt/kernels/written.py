@@ -93,4 +93,4 @@ def _where_written(
     call = begin(operation, lists, cache, digests, getattr(digests[0], "device", None))
     if not call.is_proven:
         prove(call, digests, digests)
-    run(call if call.plan.serving is cuda else by_torch(call), digests)
+    run(call if call.plan.serving is cuda else by_torch(call), digests, digests)
