@@ -80,10 +80,8 @@ def status() -> str:
     return f"loaded; this machine runs its SIMD levels {', '.join(module.simd_levels())}"
 
 
-def table_arguments(
-    call: Call,
-) -> tuple[list[int], list[int], list[list[int]], list[int], list[Piece]]:
-    """What the compiled form of a plan is made of: sizes, rows, codes of dtypes, places, pieces."""
+def table_arguments(call: Call) -> tuple[list[int], list[list[int]], list[int], list[Piece]]:
+    """What the compiled form of a plan is made of: sizes, codes of dtypes, places, pieces."""
     plan = call.plan
     lists = call.lists[: len(plan.operation.lists)]
     numels, codes = [0] * plan.count, [[0] * plan.count for _ in lists]
@@ -92,7 +90,7 @@ def table_arguments(
             of_list[row], numels[row] = CODES[tensor.dtype], tensor.numel()
     served = set(plan.direct)
     pieces = [piece if row in served else WHOLE for row, piece in enumerate(plan.pieces or ())]
-    return numels, list(range(plan.count)), codes, plan.direct, pieces
+    return numels, codes, plan.direct, pieces
 
 
 def addresses_of(call: Call) -> Any:

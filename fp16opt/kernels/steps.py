@@ -259,6 +259,7 @@ def multi_tensor_step(
             written then.
 
     Example:
+        >>> import torch
         >>> master, m, one = [torch.ones(1)], [torch.zeros(1)], torch.tensor(1.0)
         >>> options = [LionOptions(0.25, 0.5, 0.5, 0.0, False)]
         >>> multi_tensor_step("lion", [torch.ones(1)], master, [m], options, [0], Factors(one, one))
