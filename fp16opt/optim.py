@@ -68,9 +68,9 @@ class _ByClass(MixedPrecisionOptimizer):
         self._follow()
         return super().param_groups
 
-    def _look_at_groups(self, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> bool:
+    def _look_at_groups(self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> None:
         self._follow()
-        return super()._look_at_groups(verifies, rounds, gives_up)
+        super()._look_at_groups(call, verifies, rounds, gives_up)
 
     def _follow(self) -> None:
         if not self.steps_counted() and self._was_converted() and not self.skipped_steps:  # the last one syncs

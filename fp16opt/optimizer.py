@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -48,14 +47,14 @@ from .engine.modes.compatibility import check_groups, check_new_group, check_opt
 from .engine.modes.release import PerParameterStepper, ReleasedStep, ReleasingState
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
-from .engine.outcome import Closing, Outcome, read_at_once
+from .engine.outcome import Outcome, read_at_once
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
-from .engine.progress import Progress
 from .engine.ranks import Detached, Digest, Facts
 from .engine.replaced import ReplacedParams
 from .engine.schema import is_ours
-from .engine.stage import BackwardScale, OverflowCheck, Stepping, Summed
+from .engine.stage import BackwardScale, OverflowCheck, Ready, Summed
 from .engine.state_format import convert_all
+from .engine.step import Step
 from .engine.step_state import StepState
 from .engine.wrapped_step import (
     HOOKS,
@@ -331,7 +330,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         A parameter that is frozen and has never had a gradient stands there itself.
         """
         if self._is_behind():
-            self._look_at_groups()
+            self._look_at_groups("param_groups")
         return self.optimizer.param_groups
 
     @property
@@ -396,7 +395,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
         self.model_writes.require_not_swapped("a copy or pickle")
-        self._finish_interrupted()
+        self.settle("copy.deepcopy or pickle")
         self.model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
         ranks = self.step_state.ranks
@@ -433,7 +432,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             RuntimeError: Gradients of the coming step were checked already. Nothing is changed then.
         """
         parallel.refuse_on_zero(self.optimizer, "add_param_group", "Add groups to it before it is wrapped.")
-        self._look_at_groups()
+        self._look_at_groups("add_param_group")
         self.step_state.require_open(strictly=True)
         group, params, names = open_group(param_group)
         number = len(self.optimizer.param_groups)
@@ -443,55 +442,48 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_new_group(self.config, self.optimizer, new, number, names, self._certified)
         self.optimizer.add_param_group(group)
         self._names = names
-        self._look_at_groups()
+        self._look_at_groups("add_param_group")
 
     # -- the look with which every call begins ----------------------------------------------------------------------
 
     def _is_behind(self) -> bool:
         """Whether what is known is not what the groups hold, or a step was interrupted."""
-        if type(self.step_state.stage) is Stepping:
-            return not self._is_stepping()
+        if self.step_state.step is not None:
+            return not self.step_state.is_stepping
         if self.params.has_changed(self.inner.param_groups):
             return not self.step_state.holds_groups()  # then the next call raises
         return self.params.thawed()
 
-    def _is_stepping(self) -> bool:
-        """Whether a step of this optimizer is under way, in any thread: a hook has called, or another thread has."""
-        frames = list(sys._current_frames().values())
-        while frames:
-            frame = frames.pop()
-            if frame.f_code is _STEP_CODE and frame.f_locals.get("self") is self:
-                return True
-            if frame.f_back is not None:
-                frames.append(frame.f_back)
-        return False
-
-    def _finish_interrupted(self) -> None:
-        """Finish a step that an exception has stopped, if the last one was."""
-        if type(self.step_state.stage) is Stepping and not self._is_stepping():
-            self._finish_step()
-
     @outside_inference
-    def _look_at_groups(self, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> bool:
-        """What every call begins with: finish an interrupted step, follow the groups, write edited masters.
+    def settle(self, call: str) -> None:
+        """Finish a step that an exception has stopped, and whose own ``except`` was cut too.
 
         Args:
+            call: what the user has called, in words.
+
+        Raises:
+            RuntimeError: a step of this optimizer is under way: a hook has called, a signal handler or another thread.
+        """
+        if self.step_state.is_stepping:
+            raise errors.WITHIN_A_STEP(call=call)
+        self._finish_step()
+
+    @outside_inference
+    def _look_at_groups(self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> None:
+        """What every call begins with: finish a stopped step, follow the groups, write edited masters.
+
+        Args:
+            call: what the user has called, in words.
             verifies: look whether a known parameter was moved or converted. A backward leaves that to the check.
             rounds: write masters that the user has written to the model. Not while a graph of it is alive.
             gives_up: the call ends the present step: groups may change.
 
-        Returns:
-            False while a step is under way: a hook has called. Nothing is done then.
-
         Raises:
-            RuntimeError: the model's weights are swapped; a parameter's dtype, shape or device was changed; or
-                parameters came or went between a check and its step.
+            RuntimeError: it is called within a step; the model's weights are swapped; a parameter's dtype, shape or
+                device was changed; or parameters came or went between a check and its step.
             TypeError, ValueError: a parameter can't be served. Nothing is changed then.
         """
-        if type(self.step_state.stage) is Stepping:
-            if self._is_stepping():
-                return False
-            self._finish_step()
+        self.settle(call)
         if self.model_writes.swapped:
             self.model_writes.require_not_swapped(type(self).__name__)
         if verifies:
@@ -510,7 +502,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._params_changed(came_from, is_thaw=True)
         if rounds:
             self.model_writes.write_edited()
-        return True
 
     def _follow_groups(self, groups: list[dict[str, Any]], gives_up: bool) -> None:
         """Parameters were added, removed, replaced or reordered."""
@@ -559,7 +550,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         switch = getattr(self.inner, name, None)
         if callable(switch):
             parallel.refuse_on_zero(self.optimizer, f"{name}()", "Use FSDP2, or an optimizer without it.")
-            self._look_at_groups()
+            self._look_at_groups(f"{name}()")
             self.model_writes.sync()
             with self._guard.open(), self.masters.at_hand(self.params):
                 switch()
@@ -593,7 +584,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _scaled(self, loss: Tensor, scaler: LossScaler | None, may_clear: bool = False) -> Tensor:
         """:meth:`scale_loss` of what was checked."""
-        self._look_at_groups(verifies=False, rounds=False)
+        self._look_at_groups("backward" if not may_clear else "scale_loss", verifies=False, rounds=False)
         told = loss.detach() if loss.numel() == 1 else None  # a skip's log line says whether it was finite
         scale: BackwardScale = self.step_state.begin_backward(
             self.scaler if scaler is None else scaler, may_clear, told
@@ -663,8 +654,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             RuntimeError: A parameter's dtype, shape or device was changed; a backward was interrupted; the gradients
                 were made under DDP's ``no_sync``; a GradScaler has unscaled them; or ``gradient_release=True``.
         """
-        if self._look_at_groups():
-            self.step_state.update()
+        self._look_at_groups("update_master_grads")
+        self.step_state.update()
 
     @opaque
     @outside_inference
@@ -703,7 +694,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         norm_type = check_number("norm_type", norm_type, above_zero=True)
         if not self.step_state.ranks.alone:
             self.step_state.ranks.check_clip(norm_type, params is None)
-        self._look_at_groups(verifies=False)  # the step looks
+        self._look_at_groups("clip_master_grads", verifies=False)  # the step looks
         of = None if params is None else self.params.chosen(params)
         check: OverflowCheck | None = self.step_state.finalize(norm_type=norm_type, of=of, max_norm=max_norm)
         norm = None if check is None else check.norm
@@ -745,7 +736,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             tensor([ 0.2500, -0.5000])
         """
         max_value = check_number("max_value", max_value)
-        self._look_at_groups()
+        self._look_at_groups("clip_master_values")
         of = None if params is None else self.params.chosen(params)
         check: OverflowCheck | None = self.step_state.finalize(write=True)
         if check is not None:
@@ -760,7 +751,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             set_to_none: Set the model's ``.grad`` to None, and not to zeros. Masters' are None in either case; the
                 engine keeps their memory for the next step.
         """
-        self._look_at_groups(verifies=False, gives_up=True)
+        if not self.step_state.is_stepping:  # else a hook has called: the step goes on with what it has found
+            self._look_at_groups("zero_grad", verifies=False, gives_up=True)
         self.step_state.clear(set_to_none)
 
     @between_hooks
@@ -791,8 +783,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 shape or device; groups were changed after a check of the gradients; or, at the first step, the model
                 has other parameters by now, as after ``fully_shard``.
 
-        Any other exception (Ctrl-C, an error of a hook) leaves the step whole, not begun, or stepped in part with a
-        warning that names the parameters: docs/engine.md.
+        Any other exception (Ctrl-C, an error of a hook) leaves everything as it was, a whole step, or one that counts
+        as taken and of which a warning says that it was stopped in the middle: docs/engine.md. Within the step other
+        calls of this optimizer raise; what a closure calls is its own.
 
         Syncs: not on the CPU or where the step skips on the device itself (torch's fused ones, and CUDA's
         one-pass steps); once elsewhere, where the decision is taken. Where such a step is numbered, as with 8 bits of
@@ -801,7 +794,26 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return self._step_once(None) if closure is None else self._step_with(closure)
 
     def _step_once(self, closure: EvaluatedClosure | None) -> Any:
-        self._look_at_groups(rounds=False)  # the step rounds masters
+        self._look_at_groups("step", rounds=False)  # the step rounds masters
+        return self._run_step(lambda step: self._take_step(step, closure))
+
+    def _run_step(self, take: Callable[[Step], Any]) -> Any:
+        """One step from its beginning to its end: ``take`` makes it, and sets its marks."""
+        step = Step(self.outcome.counts)
+        try:
+            self.step_state.step = step
+            result = take(step)
+            self.step_state.step = None
+        except BaseException:
+            step.runs = False  # a plain store: from here on the next call finishes it, if an exception stops this too
+            self._finish_step()
+            raise
+        if step.check is not None:
+            self._after_step(step.check, self.outcome.last)
+        return result
+
+    def _take_step(self, step: Step, closure: EvaluatedClosure | None) -> Any:
+        """Check, decide, step or skip, count."""
         check = self._finalize(write=not self._stepper.takes_scaled())
         self.refuse_replaced(has_grads=check is not None)
         if check is None:
@@ -810,90 +822,59 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return None
         if self._may_lack_scale:
             self._tell_of_missing_scale()
-        skipped, awaited = self._decide(check)
+        skipped, step.awaited = self._decide(check)
         if skipped is not True:
             self.model_writes.sync(waits=self._on_host, seen=self.params.sees())
             if closure is not None:
                 closure.before_step()
-        return self._write_step(check, skipped, closure, awaited)
-
-    def _write_step(
-        self,
-        check: OverflowCheck,
-        skipped: bool | Tensor,
-        closure: EvaluatedClosure | None,
-        awaited: kernels.AwaitedFlag | None,
-    ) -> Any:
-        """Step, or skip, and close the step. An exception from here on leaves it to :meth:`_finish_step`."""
+        step.check, step.skipped = check, skipped
         result = None
-        try:
-            progress = self.step_state.begin_step(check, skipped, awaited)
-            if skipped is True:
-                note_step(self.optimizer)
-            else:
-                found_inf = None if skipped is False else check.found_inf
-                result = self._stepper.step(progress, found_inf, closure)
-            progress.is_whole = True
-            self._close_step(rounded_all=self._stepper.rounded_all)
-        except BaseException:
-            self._finish_step()
-            raise
-        self._after_step(check, self.outcome.last)
+        if skipped is True:
+            note_step(self.optimizer)
+        else:
+            found_inf = None if skipped is False else check.found_inf
+            result = self._stepper.step(step, found_inf, closure)
+        step.all_written = True
+        self._close_step(step, check, self._stepper.rounded_all)
         return result
 
-    def _close_step(self, rounded_all: bool) -> None:
-        """Masters and model agree; the step is counted, scalers follow, READY. What was done is not done again."""
-        stepping = self.step_state.stage
-        if stepping.skipped is True:
+    def _close_step(self, step: Step, check: OverflowCheck, rounded_all: bool) -> None:
+        """Masters and model agree; the step is counted, scalers follow, READY."""
+        if step.skipped is True:
             self.model_writes.write_edited()
         else:
             self.model_writes.agree(rounded_all, self._on_host)
-        awaited = stepping.progress.awaited
-        self._record(stepping.check, stepping.skipped if awaited is None else awaited.read())
+        self._record(check, step.skipped if step.awaited is None else step.awaited.read())
 
     def _finish_step(self) -> None:
-        """An exception has stopped a step: finish it, or find that nothing was written.
+        """Finish a step that an exception has stopped, if there is one; where nothing was written all is as it was.
 
-        Masters are the truth; the model follows them, and the engine's own writes are known as such. Counts and scalers
-        go on from what was taken.
+        Else masters are the truth, the model follows them, the engine's writes are known as its own, and the step is
+        counted. Which parameters were stepped isn't known.
         """
-        stepping = self.step_state.stage
-        if type(stepping) is not Stepping:
+        state, step = self.step_state, self.step_state.step
+        if step is None:
             return
-        progress: Progress = stepping.progress
         self._guard.shut()
-        progress.put_back()
-        own_masters(self.params, self.step_state, self.masters.mixed_in)
-        if stepping.skipped is not True and not progress.has_begun():
-            self.step_state.stop_step()
-            self.model_writes.write_edited()
+        step.undo()
+        own_masters(self.params, state, self.masters.mixed_in)
+        if step.check is None or not (step.about_to_write or step.all_written):
+            state.stop_step()
+            state.step = None
             return
-        progress.finish()
-        self.masters.ties.clear()
-        if progress.awaited is None or not progress.awaited.read():  # else the device has skipped what was launched
-            self._tell_of_part(progress)
-        with torch.no_grad():
-            if stepping.skipped is not True:
-                self._round_down()
-            self._close_step(rounded_all=True)
-
-    def _tell_of_part(self, progress: Progress) -> None:
-        """Say by name, once, where a step was taken in part."""
-        due = self.step_state.due()
-        stepped = set(due if progress.is_whole else progress.stepped()) & set(due)
-        left = [at for at in due if at not in stepped]
-        if progress.was_cut():
-            self.lines.tell(
-                errors.STEP_CUT,
-                optimizer=type(self.inner).__name__,
-                stepped=self._named(stepped),
-                left=self._named(left),
-            )
-        elif stepped and left:
-            self.lines.tell(errors.STEP_IN_PART, stepped=self._named(stepped), left=self._named(left))
-
-    def _named(self, positions: Iterable[int]) -> str:
-        return describe([self.params.names[position] for position in sorted(positions)])
+        is_whole = step.all_written or (step.awaited is not None and step.awaited.read())  # the device has skipped it
+        if not step.is_counted:
+            self.masters.ties.clear()
+            with torch.no_grad():
+                if step.skipped is not True:
+                    self._round_down()
+                self._close_step(step, step.check, rounded_all=True)
+        elif type(state.stage) is not Ready:  # a scaler may have been stopped
+            is_whole = False
+            state.reset()
+        state.step = None
+        if not is_whole:
+            self.lines.tell(errors.STEP_STOPPED)
 
     def _finalize(self, write: bool) -> OverflowCheck | None:
         """The check of the gradients as they are now; under a GradScaler, by torch's protocol."""
@@ -918,11 +899,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _tell_of_missing_scale(self) -> None:
         """Warn where FP16 weights are about to be stepped without a loss scale, and none was chosen. Syncs."""
-        scale = self.step_state.standing.scale
+        scale = self.step_state.stage.scale
         is_told = "found_inf" in self.__dict__ or scale.is_told  # a GradScaler's
         if not (is_told or scale.scaler.dynamic or float(scale.scale) != 1.0):
             pairs = without_scale(self.params.all)
-            lost = underflow(pairs, type(self.step_state.standing) is Summed)
+            lost = underflow(pairs, type(self.step_state.stage) is Summed)
             if pairs:
                 warn_missing_scale(self.lines, pairs, lost, self.way_to_scale, scale.is_plain)
         self._may_lack_scale = False
@@ -955,7 +936,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Raises:
             RuntimeError: This optimizer has a scale of its own.
         """
-        self._look_at_groups()
+        self._look_at_groups("unscale_")
         self.check_external_scale()
         self.step_state.unscale_external(inv_scale)
         check: OverflowCheck | None = self.step_state.finalize()
@@ -989,25 +970,30 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return self._step_reevaluating(closure)
 
     def _step_reevaluating(self, closure: Callable[[], Any]) -> Any:
-        self._look_at_groups()
+        self._look_at_groups("step")
         self.model_writes.sync()
         evaluations = MasterReevaluations(closure, self._round_all, self.step_state)
+        stepped: bool = self._run_step(lambda step: self._reevaluate(step, evaluations))
+        if not stepped:
+            self.zero_grad()
+        return evaluations.returned if stepped else evaluations.loss
+
+    def _reevaluate(self, step: Step, evaluations: MasterReevaluations) -> bool:
         try:
             stepped = evaluations.step_masters(self.optimizer)
         except BaseException:
+            self.step_state.step = None  # all is put back
             self.zero_grad()
             raise
         if evaluations.check is None:
             self.refuse_replaced(has_grads=False)
             self.outcome.nothing()
-        else:
-            if self._may_lack_scale:
-                self._tell_of_missing_scale()
-            self._record(evaluations.check, skipped=not stepped)
-            self._after_step(evaluations.check, not stepped)
-        if not stepped:
-            self.zero_grad()
-        return evaluations.returned if stepped else evaluations.loss
+            return stepped
+        step.check, step.skipped, step.all_written = evaluations.check, not stepped, True
+        if self._may_lack_scale:
+            self._tell_of_missing_scale()
+        self._record(step.check, step.skipped)
+        return stepped
 
     # -- the end of a step -------------------------------------------------------------------------------------------
 
@@ -1040,25 +1026,20 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         )
 
     def _record(self, check: OverflowCheck, skipped: bool | Tensor) -> None:
-        """Count the step, update the scalers, go to READY. Of one step, after an exception, it may be asked again.
+        """Count the step, update the scalers, go to READY. A batch that is given up may count as one too.
 
         The scale moves here, after the step: gradients were divided by the one that they were multiplied with.
         """
         state = self.step_state
-        stage = state.stage
-        closing = Closing()
-        if type(stage) is Stepping:
-            closing = stage.progress.closing = stage.progress.closing or closing
-        if not closing.is_told:
-            closing.is_told = True
-            is_told = skipped is True or (skipped is False and self.outcome.log.awaits_step)
-            self.outcome.before = float(self.scaler.scale) if is_told else None
-            self.outcome.losses = state.losses if is_told else ()
-            self.outcome.origin = state.origin if skipped is True else None
+        is_told = skipped is True or (skipped is False and self.outcome.log.awaits_step)
+        self.outcome.before = float(self.scaler.scale) if is_told else None
+        self.outcome.losses = state.losses if is_told else ()
+        self.outcome.origin = state.origin if skipped is True else None
         if state.scale is not None:
             self.outcome.scale = state.scale.scale
         flags = [] if skipped is False else state.flags()
-        self.outcome.record(check, skipped, flags, self.gradients.stats, closing)
+        step = state.step or Step(self.outcome.counts)
+        self.outcome.record(check, skipped, flags, self.gradients.stats, step)
         state.reset()
 
     def _after_step(self, check: OverflowCheck, skipped: bool | Tensor) -> None:
@@ -1079,7 +1060,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self._finish_interrupted()
+        self.settle("loss_scale = ...")
         if self.step_state.waits_for_step():
             raise errors.SCALE_SET()
         with naming_loss_scale():
@@ -1158,7 +1139,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Those of FP32 and FP64 parameters lie on the weights' memory. A parameter that is frozen and has never had a
         gradient stands there itself.
         """
-        self._look_at_groups(rounds=False)
+        if not self.step_state.is_stepping:
+            self._look_at_groups("master_params", rounds=False)
         if self.masters.are_whole:
             return iter(list(self.params.masters))
         return self.masters.shown(self.params.all)
@@ -1217,7 +1199,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         parallel.refuse_plain_state(self.step_state.ranks.alone, "state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self._look_at_groups()
+        self._look_at_groups("state_dict")
         self.model_writes.sync()
         self.model_writes.warn_if_due()
         counts = self.steps_counted(), self.outcome.skipped_steps
@@ -1252,7 +1234,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._look_at_groups(gives_up=True)
+        self._look_at_groups("load_state_dict", gives_up=True)
         self.load_checked(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -1341,7 +1323,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             ValueError: None of its parameters is in this optimizer.
         """
         self.params.check_model(model)
-        self._look_at_groups()
+        self._look_at_groups("fp32_state_dict")
         self.model_writes.sync()
         self.model_writes.warn_if_due()
         apart = {id(pair.model): pair for pair in self.params.all if pair.is_apart}
@@ -1388,7 +1370,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise RuntimeError("take_delta: changes are not tracked. Wrap with track_changes=True.")
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
-        self._look_at_groups()
+        self._look_at_groups("take_delta")
         changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
         return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes, self._changes.source)
 
@@ -1396,7 +1378,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     @outside_inference
     def refresh_masters(self) -> None:
         """Masters take the model parameters' values, for code that wrote the model in place. No host sync."""
-        self._look_at_groups()
+        self._look_at_groups("refresh_masters")
         for pair in self.params.all:
             if pair.is_apart:
                 self.masters.refresh(pair)
@@ -1405,9 +1387,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     @opaque
     def write_masters(self) -> None:
         """The model takes the masters' values, rounded, for code that wrote the masters in place. No host sync."""
-        if not self._look_at_groups(verifies=False):
+        if self.step_state.is_stepping:
             self._round_down()
             return
+        self._look_at_groups("write_masters", verifies=False)
         self._round_all()
 
     def _round_all(self) -> None:
@@ -1446,7 +1429,3 @@ def _weakly(me: weakref.ref[Any], method: Callable[..., Any], without: Any) -> C
         return without if there is None else method(there, *arguments)
 
     return call
-
-
-_STEP_CODE = MixedPrecisionOptimizer._write_step.__code__
-"""Of the frame that is on a thread's stack while a step writes."""

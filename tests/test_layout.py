@@ -35,7 +35,6 @@ ENGINE = [
     "diagnostics",
     "params",
     "replaced",
-    "progress",
     "masters",
     "missing_scale",
     "model_writes",
@@ -43,6 +42,7 @@ ENGINE = [
     "folded",
     "gradients",
     "stage",
+    "step",
     "untracked",
     "step_state",
     "outcome",
@@ -150,7 +150,6 @@ FOREIGN = {
     "_forward_module": "of Fabric's module: the DDP around the model, which nothing public gives",
     "_optimizers": "of Accelerator: what was prepared",
     # Python
-    "_current_frames": "sys._current_frames: whether a step is on some thread's stack",
     "_getframe": "sys._getframe: who called",
     # apex
     "_amp_state": "the module's name in apex, which scripts import",

@@ -738,33 +738,38 @@ NOT_FINITE = Line(
 STOPPED_STEPS = Chapter(
     heading="Stopped steps",
     words="""Ctrl-C, a signal, a timer or an error of a hook may stop `step()` anywhere. The engine finishes what it
-    can: [a step is whole, or known not to be](engine.md#a-step-is-whole-or-known-not-to-be). A line comes only where
-    some parameters were stepped and others were not.""",
+    can: [a step is whole, or known not to be](engine.md#a-step-is-whole-or-known-not-to-be).""",
 )
 
-STEP_IN_PART = Line(
-    key="step in part",
+STEP_STOPPED = Line(
+    key="step stopped",
     level=logging.WARNING,
-    heading="An exception has stopped a step",
-    text="""an exception has stopped a step in part. Stepped: {stepped}. Not stepped: {left}. Masters, optimizer state
-    and model agree, and the step counts as taken. To do without it, load the last checkpoint.""",
-    what_happened="""The step goes over the parameters in several parts, and an exception came between two of them. Each
-    parameter was stepped as a whole or not at all.""",
-    what_to_do="Go on, if one update that some parameters lack is no harm. Else load the last checkpoint.",
-    shown={"stepped": "fc.weight", "left": "fc.bias"},
+    heading="A step was stopped in the middle",
+    text="""an exception has stopped a step in the middle: some parameters may have been stepped and others not, and the
+    loss scale may not have followed. The model holds the masters as they are, and the step counts. To be exact, load
+    the last checkpoint.""",
+    what_happened="""The exception came when the step had begun to write, or to count, and wasn't done. The engine does
+    not find out which parameters were stepped. A class of your own that raises in the first line of its `step` counts
+    too: the engine can't see that it has written nothing.""",
+    what_to_do="""Load the last checkpoint. Going on is possible: the model, the masters and the count agree, and one
+    update that some parameters lack is often no harm.""",
 )
 
-STEP_CUT = Line(
-    key="step cut",
-    level=logging.WARNING,
-    heading="An exception has stopped the optimizer's own code",
-    text="""an exception has stopped {optimizer}.step() in the middle: parameters that it has written: {stepped}; those
-    that it has not: {left}. The one it was at may be stepped in part. The model holds the masters as they are, and the
-    step counts as taken. To do without it, load the last checkpoint.""",
-    what_happened="""The exception came inside the `step` of the wrapped class. The engine sees which masters that has
-    written. It can't see whether it was done with the last of them: moments may be new where the weight is old.""",
-    what_to_do="Load the last checkpoint. Going on is possible: the model, the masters and the count agree.",
-    shown={"optimizer": "Slow", "stepped": "fc.weight", "left": "fc.bias"},
+WITHIN_A_STEP = Refusal(
+    key="within a step",
+    kind=RuntimeError,
+    heading="A call within a step",
+    text="""{call} was called within a step of this optimizer, by a hook of it, a signal handler or another thread: it
+    would see some parameters from before the step and others from after it. Call it after step(): set a flag in the
+    handler.""",
+    what_happened="""While `step()` runs, masters, state and model hold values of before and of after it. So what
+    saves, copies, loads, clips, takes a delta, runs a backward or steps is refused there. Reading `param_groups`,
+    `state` and `master_params()`, `zero_grad()` and `write_masters()` are not.""",
+    what_to_do="""In a signal handler set a flag, and save where the loop finds it set, after `step()`. A thread that
+    saves gets a copy that the loop makes between steps: [within a step](engine.md#within-a-step) has both. A hook of
+    the wrapped optimizer that saves is registered on the wrapper instead, by `opt.register_step_post_hook`: that one
+    runs when the step is over.""",
+    shown={"call": "state_dict"},
 )
 
 UNSCALED_AFTER_A_STOP = Refusal(

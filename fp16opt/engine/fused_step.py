@@ -7,7 +7,6 @@ the plan again; anything else makes a new one, which checks all state before any
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,8 +36,8 @@ from .fused_registry import (
 from .gradients import GradsToStep
 from .masters import Masters
 from .params import DeviceParams, ParamPair, ParamTable
-from .progress import KernelPart, Progress
 from .state_format import StateFormat
+from .step import Step
 from .wrapped_step import StepGradients, has_own_step, run_hooks
 
 NO_MASTERS = "there are no FP32 masters (master_weights='none')"
@@ -485,29 +484,29 @@ class FusedStep:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, step: Step, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`."""
         self.rounded_all = bool(self._last_reason)
         if self.rounded_all:
             if self._has_served:
                 counters_to_host(self.optimizer)
-            return self.fallback.step(progress, found_inf, closure)
-        self.run(self.optimizer, self._step_or_fall_back, progress, found_inf)
+            return self.fallback.step(step, found_inf, closure)
+        self.run(self.optimizer, self._step_or_fall_back, step, found_inf)
         return None
 
-    def _step_or_fall_back(self, has_hooks: bool, progress: Progress, found_inf: Tensor | None) -> None:
+    def _step_or_fall_back(self, has_hooks: bool, step: Step, found_inf: Tensor | None) -> None:
         """Runs between the optimizer's hooks, which may have changed its groups since :meth:`reason` looked."""
         try:
-            self._call_kernels(progress, found_inf, is_read=self.params.sees() and not has_hooks)
+            self._call_kernels(step, found_inf, is_read=self.params.sees() and not has_hooks)
             self._unserved = ""
         except CannotServe as unserved:
             self._unserved = str(unserved)
             self._warn_or_refuse(str(unserved))
             if found_inf is None or not bool(found_inf):  # the host decides
                 counters_to_host(self.optimizer)
-                self.fallback.step_within_hooks(progress)
+                self.fallback.step_within_hooks(step)
 
-    def _call_kernels(self, progress: Progress, found_inf: Tensor | None, is_read: bool) -> None:
+    def _call_kernels(self, step: Step, found_inf: Tensor | None, is_read: bool) -> None:
         """The step alone. All calls are planned, and all obstacles found, before the first call is made.
 
         Args:
@@ -523,13 +522,13 @@ class FusedStep:
             grads = self.gradients.to_step(device)
             planned.append((device, grads, self._plan(device, groups, grads)))
         number = self._step_count() if self.counts_steps() else 0
+        step.about_to_write = True
         for device, grads, plan in planned:
             flag = found_inf if found_inf is None or found_inf.device == device.device else found_inf.to(device.device)
             for call in plan.calls:
-                at = [device.positions[row] for row in call.rows] if len(call.rows) < len(device) else device.positions
-                progress.parts.append(KernelPart(at, call.cache, functools.partial(call.close, flag)))
                 self._call(device, call, options, grads, flag, number, is_read)
         self.masters.ties.clear()
+        step.all_written = True
 
     def _call(
         self,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,37 +15,17 @@ from .diagnostics import Lines, Overflow, SkipLog, are_finite, blamed, overflows
 from .params import ParamTable
 from .ranks import Origin
 from .stage import OverflowCheck
+from .step import Step
 
 
 def update_scale(scaler: LossScaler, found_inf: Tensor) -> None:
     """``scaler.update(found_inf)``, in one call of compiled code where that can be. No host sync."""
-    ScaleUpdate(scaler, found_inf).run()
-
-
-class ScaleUpdate:
-    """One update of one scaler: it is made once, also where an exception has stopped it and it is asked for again."""
-
-    def __init__(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        self._scaler = scaler
-        self._found_inf = found_inf
-        self._returned: deque[Any] = deque(maxlen=1)
-        self._before: dict[str, Any] | None = None
-
-    def run(self) -> None:
-        """Make it, or what is left of it. No host sync, but after an exception."""
-        scaler, memory = self._scaler, self._scaler.memory
-        if self._returned:
-            scaler.generation += 1
-            return
-        if self._before is not None:  # stopped in the middle
-            scaler.load_state_dict(self._before)
-        moved = None if memory is None else backends.follow(self._found_inf, memory, self._returned)
-        if moved is None:
-            self._before = scaler.state_dict()
-            scaler.update(self._found_inf)
-            self._returned.append(True)
-        else:
-            scaler.generation += moved
+    memory = scaler.memory
+    moved = None if memory is None else backends.follow(found_inf, memory)
+    if moved is None:
+        scaler.update(found_inf)
+    else:
+        scaler.generation += moved
 
 
 def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tensor, skipped: Tensor) -> None:
@@ -65,23 +43,6 @@ def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tenso
         copy.copy_(one)
     last.copy_(found_inf)
     skipped.add_(found_inf)
-
-
-class Closing:
-    """What the end of one step has settled already.
-
-    Attributes:
-        after: what (steps, skipped here, taken) are after it; None before that is known.
-        scales: the updates of the scalers that took part.
-        is_noted: whether the outcome was noted on the device.
-        is_told: whether what the log will need was put aside.
-    """
-
-    def __init__(self) -> None:
-        self.after: tuple[int, int, int] | None = None
-        self.scales: list[ScaleUpdate] = []
-        self.is_noted = False
-        self.is_told = False
 
 
 class Outcome:
@@ -159,6 +120,11 @@ class Outcome:
         self._taken_before = count - (self.steps - self.all_or_nothing * self._skipped_since())
         self.log.taken = count
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Steps in all, those that the host has skipped, those taken: what :meth:`record` counts a step from."""
+        return self.steps, self._skipped_here, self.log.taken
+
     def number(self) -> int:
         """Of the step that is being taken, or comes next, from 1."""
         return max(0, self._taken_before + self.steps - self.all_or_nothing * self._skipped_since()) + 1
@@ -173,41 +139,38 @@ class Outcome:
         skipped: bool | Tensor,
         flags: list[Tensor],
         stats: Sequence[kernels.GradStats],
-        closing: Closing,
+        step: Step,
     ) -> bool | Tensor:
         """Note what became of a step, and have the scalers follow; nothing has been cleared yet.
 
-        Called again for the same step, after an exception has stopped it, it does what is left to do.
+        An exception may stop it, and it is called again then, but where the step says that it is counted.
 
         Args:
             skipped: Decided, or the device's flag (float32, 0-dim), which may lie in memory that is soon cleared.
             flags: By device, int32 bits for each row, in memory that is soon overwritten; none where nothing skipped.
             stats: Of the passes, by device: they may be cleared on the way.
-            closing: Of this step.
+            step: This one. Its mark is set before anything that can't be done twice.
 
         Returns:
             ``skipped``, in memory that keeps its value until the next step. No host sync.
         """
-        if closing.after is None:
-            closing.scales = [ScaleUpdate(scaler, found) for scaler, found in check.of]
-            taken = self.log.taken + (skipped is False)
-            closing.after = self.steps + 1, self._skipped_here + (skipped is True), taken
-        self.steps, self._skipped_here, self.log.taken = closing.after
+        steps, skipped_here, taken = step.counts
+        self.steps, self._skipped_here = steps + 1, skipped_here + (skipped is True)
+        self.log.taken = taken + (skipped is False)
         if isinstance(skipped, bool):
             self._flags = [one.clone() for one in flags] if skipped else None
             self._last = skipped
-            for one in closing.scales:
-                one.run()
+            step.is_counted = True
+            for scaler, found in check.of:
+                update_scale(scaler, found)
             return skipped
         last, counted = self._memory(flags, skipped.device)
-        if closing.is_noted:
-            return last
-        closing.is_noted = True
+        step.is_counted = True
         devices = [one.nonfinite.device for one in stats]
         if not (devices and skipped.device == devices[0] and all(map(backends.are_compiled, devices))):
             note(skipped, flags, self._kept, last, counted)
-            for one in closing.scales:
-                one.run()
+            for scaler, found in check.of:
+                update_scale(scaler, found)
             return last
         self._record_on_device(check, skipped, flags, stats, (last, counted))
         return last

@@ -38,6 +38,9 @@ class Wrapper(Protocol):
     device: torch.device
     config: Config
 
+    def settle(self, call: str) -> None:
+        """Finish a step that an exception has stopped; raise ``RuntimeError`` for a ``call`` within one."""
+
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..kernels import backends
 from ..scaling import LossScaler
 from .gradients import Waiting
-from .progress import Progress
 from .stamps import GradientStamp
 
 
@@ -208,21 +207,6 @@ class Summed(NamedTuple):
 
 class Interrupted(NamedTuple):
     """A backward raised: gradients are incomplete until they are cleared."""
-
-
-class Stepping(NamedTuple):
-    """A step is writing; or an exception has stopped it, and the next call finishes it.
-
-    Attributes:
-        before: the stage whose gradients are stepped.
-        skipped: the decision: known, or the device's flag (float32, 0-dim).
-        progress: what was written so far. This one object is filled as the step goes on.
-    """
-
-    before: Any
-    check: OverflowCheck
-    skipped: bool | Tensor
-    progress: Progress
 
 
 def check_of(verdict: Verdict, norm: Tensor | None = None) -> OverflowCheck:

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels import AwaitedFlag
 from ..kernels.calls import StableEntries
 from ..kernels.tensor_lists import any_there, count_grads, see_grads
 from ..scaling import LossScaler
@@ -25,7 +24,6 @@ from .dtensors import any_raw_grad, local, raw_grad, raw_grads
 from .folded import is_folded, unmark
 from .gradients import Gradients, GradsToStep
 from .params import DeviceParams, ParamTable
-from .progress import Progress
 from .ranks import Asked, Origin, Ranks, Replicas, refuse_torch_checkpointing
 from .stage import (
     BackwardScale,
@@ -34,7 +32,6 @@ from .stage import (
     OverflowCheck,
     Ready,
     Scaled,
-    Stepping,
     Summed,
     UnitScales,
     Unscaled,
@@ -42,6 +39,7 @@ from .stage import (
     check_of,
 )
 from .stamps import GradientStamp
+from .step import Step
 from .untracked import untracked
 
 Grads = Sequence["Tensor | None"]
@@ -60,6 +58,8 @@ class StepState(abc.ABC):
 
     Attributes:
         stage: one of the values of :mod:`.stage`.
+        step: the step that is under way, or that an exception has stopped: the stage is the one whose gradients it
+            steps. None between steps.
         ranks: where the masters' other parts are, if any.
         replicas: which ranks share gradients with this one, if any.
         backwards: how many have begun.
@@ -85,6 +85,7 @@ class StepState(abc.ABC):
         self.replicas = Replicas()
         self.backwards = 0
         self.stage: Any = Ready()
+        self.step: Step | None = None
         self._scaler = scaler
         self._units = UnitScales()
         self._me = weakref.ref(self)
@@ -92,30 +93,30 @@ class StepState(abc.ABC):
         self._lay: Any = None  # how they lay when that was last read
 
     @property
-    def standing(self) -> Any:
-        """The stage; while a step writes, the one whose gradients it steps."""
-        return self.stage.before if type(self.stage) is Stepping else self.stage
+    def is_stepping(self) -> bool:
+        """Whether a step of this optimizer is under way, in any thread: a hook has called, or another thread has."""
+        return self.step is not None and self.step.runs
 
     @property
     def scale(self) -> BackwardScale | None:
         """Of the present gradients; of sums, of the last backward. None where there are none."""
-        return getattr(self.standing, "scale", None)
+        return getattr(self.stage, "scale", None)
 
     @property
     def losses(self) -> tuple[Tensor, ...]:
         """Of the present gradients' backwards, unscaled, where they are single numbers."""
-        return getattr(self.standing, "losses", ())
+        return getattr(self.stage, "losses", ())
 
     @property
     def origin(self) -> Origin | None:
         """Which ranks found something that is not finite; None where masters are all here. Syncs."""
-        numbers = getattr(getattr(self.standing, "verdict", None), "origin", None)
+        numbers = getattr(getattr(self.stage, "verdict", None), "origin", None)
         return None if numbers is None else self.ranks.origin(numbers)
 
     @property
     def are_true(self) -> bool:
         """Whether masters hold true gradients."""
-        return isinstance(self.standing, (Unscaled, Summed))
+        return isinstance(self.stage, (Unscaled, Summed))
 
     def scales_by_one(self) -> bool:
         """Whether the own scale is static and exactly 1, so that another may scale. Syncs once a static value."""
@@ -386,7 +387,7 @@ class StepState(abc.ABC):
             left = [None if is_folded(grad) else grad for grad in grads]
             is_cleared = not (self._any_there(left) or self._is_there(self.params.masters))
         else:
-            is_cleared = type(stage) not in (Ready, Stepping) and self._are_cleared(grads)
+            is_cleared = type(stage) is not Ready and self._are_cleared(grads)
         if is_cleared:
             self.reset(keeps_true=False)
         return type(self.stage) is not Ready
@@ -550,15 +551,14 @@ class StepState(abc.ABC):
 
     def unscale(self) -> None:
         """Make true gradients of those that were checked, with the factor of a clip."""
-        stage = self.standing
+        stage = self.stage
         if type(stage) is not Checked:
             return
         with torch.no_grad():
             self.gradients.unscale(stage.waiting)
         true_stamp = GradientStamp(raw_grads(self.params.masters))
         kept = stage.is_closed, False, stage.is_measured, stage.losses
-        made = Unscaled(stage.scale, stage.stamp, true_stamp, stage.verdict, *kept)
-        self.stage = self.stage._replace(before=made) if type(self.stage) is Stepping else made
+        self.stage = Unscaled(stage.scale, stage.stamp, true_stamp, stage.verdict, *kept)
 
     def update(self) -> None:
         """The door: take the model's gradients as they are now, from any writer, and write true ones to masters."""
@@ -604,9 +604,9 @@ class StepState(abc.ABC):
         Args:
             position: of its pair.
         """
-        stage = self.stage
-        if type(stage) is Stepping:
-            if not stage.progress.parts:
+        stage, step = self.stage, self.step
+        if step is not None and step.check is not None:
+            if not step.about_to_write:
                 self.unscale()
             return
         if raw_grad(self.params.models[position]) is None:
@@ -696,7 +696,7 @@ class StepState(abc.ABC):
 
     def is_as_stamped(self) -> bool:
         """Whether the stamps tell of no gradient that was written, replaced or set to None since."""
-        stage = self.standing
+        stage = self.stage
         stamped = (
             (getattr(stage, "stamp", None), self.params.models),
             (
@@ -729,7 +729,7 @@ class StepState(abc.ABC):
 
     def last_check(self) -> OverflowCheck | None:
         """What the last check of the coming step's gradients gave; None where there was none. Looks at nothing."""
-        verdict = getattr(self.standing, "verdict", None)
+        verdict = getattr(self.stage, "verdict", None)
         return None if verdict is None or not verdict.found else check_of(verdict)
 
     # -- clips and edits ---------------------------------------------------------------------------------------------
@@ -821,7 +821,7 @@ class StepState(abc.ABC):
 
     def flags(self) -> list[Tensor]:
         """By device: int32 bits ``kernels.INF | kernels.NAN`` of each row, which the next pass overwrites. No sync."""
-        stage = self.standing
+        stage = self.stage
         return list(stage.flags) if type(stage) is Summed else self.gradients.flags()
 
     def _noting_norm(self, verdict: Verdict, scaler: LossScaler) -> Verdict:
@@ -891,22 +891,15 @@ class StepState(abc.ABC):
 
     def to_step(self, device: DeviceParams) -> GradsToStep:
         """A device's gradients as a step takes them."""
-        stage = self.standing
+        stage = self.stage
         found = self.gradients.to_step(device, stage.waiting if type(stage) is Checked else None)
         if found.scaled and isinstance(found.grads, StableEntries) and len(self.gradients.each) == 1:
             found.grads.reading = self._seen  # which is of these, as the stamps told: see :meth:`look`
         return found
 
-    def begin_step(self, check: OverflowCheck, skipped: bool | Tensor, awaited: AwaitedFlag | None) -> Progress:
-        """STEPPING: from here on something is written, and a master's ``.grad`` is the tensor that is there."""
-        progress = Progress()
-        progress.awaited = awaited
-        self.stage = Stepping(self.stage, check, skipped, progress)
-        return progress
-
     def due(self) -> list[int]:
         """Positions of the parameters that have a gradient in the step that is writing."""
-        stage = self.standing
+        stage = self.stage
         if type(stage) is not Checked:
             return [at for at, grad in enumerate(raw_grads(self.params.masters)) if grad is not None]
         rows = zip(self.gradients.each, stage.waiting, strict=True)
@@ -915,13 +908,12 @@ class StepState(abc.ABC):
 
     def stop_step(self) -> None:
         """Nothing was written: the gradients wait as they did."""
-        before = self.stage.before
-        if before.scale.is_told_in_step and type(before) is not Summed and not before.is_closed:
+        stage = self.stage
+        is_told = self.scale is not None and self.scale.is_told_in_step
+        if is_told and type(stage) is not Summed and not getattr(stage, "is_closed", False):
             # The GradScaler will tell its scale again, or unscale them itself: they are as the backward left them.
             self.gradients.forget_true()
-            self.stage = Scaled(BackwardScale.of(before.scale.scaler, is_plain=True), before.stamp, before.losses)
-        else:
-            self.stage = before
+            self.stage = Scaled(BackwardScale.of(stage.scale.scaler, is_plain=True), stage.stamp, stage.losses)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -981,7 +973,7 @@ class StepState(abc.ABC):
         Args:
             keeps_true: leave master gradients to be read.
         """
-        stage = self.standing
+        stage = self.stage
         are_true = type(stage) in (Unscaled, Summed)
         if type(stage) is Summed:
             unmark(self.params.models)
@@ -1001,10 +993,10 @@ class StepState(abc.ABC):
     def clear(self, set_to_none: bool) -> None:
         """Clear the model's and the masters' gradients, and forget what was found in them.
 
-        While a step writes (a hook has called) its stage stays.
+        In a step (a hook has called) its stage stays.
         """
         self.gradients.clear(set_to_none)
-        if type(self.stage) is Stepping:
+        if self.step is not None:
             return
         self.gradients.release()
         used = None if set_to_none else GradientStamp(raw_grads(self.params.models), are_zeros=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -18,8 +17,6 @@ from .stats import CastStats, Given, check_result
 
 Entries = Sequence["Tensor | None"]
 
-BEGUN = object()
-"""What :attr:`CallCache.returned` holds while torch operations work on the rows of a call, one after the other."""
 
 Specification = Callable[[int, "list[Tensor]", "tuple[Any, ...]", bool], None]
 """An operation on one row in torch operations: (row, its tensors, the call's arguments, its flag)."""
@@ -280,11 +277,6 @@ class Call(NamedTuple):
         return [tensor for entries in self.lists if (tensor := entries[row]) is not None]
 
     @property
-    def returned(self) -> deque[Any]:
-        """Where it is noted that the call has done its work: see :class:`CallCache`."""
-        return deque(maxlen=1) if self.owner is None else self.owner.returned
-
-    @property
     def rounded(self) -> Entries:
         """The list of 16-bit tensors that masters are rounded to; none of operations that round nothing."""
         names = self.operation.lists
@@ -362,13 +354,11 @@ class Call(NamedTuple):
         if call is not self:
             return call.run(*given, flags=flags, writes=writes)
         if plan.by_reference:
-            self.returned.append(BEGUN)
             with torch.no_grad(), marking(None if cast is None else cast.changed, self.rounded, plan.by_reference):
                 for row in plan.by_reference:
                     flag = flags if isinstance(flags, bool) else flags is not None and bool(flags[row])
                     operation.specification(row, self.row(row), given, flag)
         if plan.serving is None:
-            self.returned.append(True)
             return False
         plan.serving.launch(self, values, written=written, marks=marks, flags=flags, writes=writes)
         return True
@@ -388,8 +378,6 @@ class CallCache:
 
     Attributes:
         rebuilds: how many times lists were checked.
-        returned: whether the last call since this was cleared has done its work. The very call of C that runs compiled
-            code puts its return in: no exception of a signal can come between the two.
 
     Example:
         >>> import pickle
@@ -397,11 +385,10 @@ class CallCache:
         CallCache(empty)
     """
 
-    __slots__ = ("__weakref__", "_known", "rebuilds", "returned")
+    __slots__ = ("__weakref__", "_known", "rebuilds")
 
     def __init__(self) -> None:
         self.rebuilds = 0
-        self.returned: deque[Any] = deque(maxlen=1)
         self._known: tuple[Plan, Any] | None = None
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import cuda, cuda_steps, native, reference_steps
 from .backends import captures
-from .calls import BEGUN, CallCache, Entries, Operation, Plan
+from .calls import CallCache, Entries, Operation, Plan
 from .cuda_rows import KERNELS, Blocks
 from .formulas import FORMULAS, Formula, LionOptions
 from .lists import checked
@@ -204,7 +204,6 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
     first = values.first
     changed = None if values.stats is None else values.stats.changed
     if plan.by_reference:
-        call.returned.append(BEGUN)
         with torch.no_grad(), marking(changed, call.rounded, plan.by_reference):
             for row in plan.by_reference:
                 fresh = first if isinstance(first, bool) else bool(first[row])
@@ -220,8 +219,6 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
         found = (0, 0, 0) if stats is None else (stats.overflow, *stats.marks)
         behind = [step.functor, *values.factors, *found, stats is not None, values.group_of, packed, number]
         native.launch(call, behind, written=[] if stats is None else [stats.overflow], flags=first)
-    else:
-        call.returned.append(True)
 
 
 def multi_tensor_step(

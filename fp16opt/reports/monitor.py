@@ -351,7 +351,7 @@ class Monitor:
             true = of_gradients(list(map(_piece, raw_grads(wrapper.params.masters))), wrapper.device)
             factor = _told_by_grad_scaler(wrapper).to(true)
             found[:, _SUMSQ], found[:, _LARGEST] = true[:, _SUMSQ] * factor.square(), true[:, _LARGEST] * factor
-        elif isinstance(state.standing, (Checked, Unscaled)):
+        elif isinstance(state.stage, (Checked, Unscaled)):
             # The sums are known, from before any clip.
             for device, one in zip(wrapper.params.devices, wrapper.gradients.stats, strict=True):
                 rows = [at for at, position in enumerate(device.positions) if grads[position][0] is not None]

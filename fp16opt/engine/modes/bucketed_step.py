@@ -7,7 +7,7 @@ import inspect
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ from ...kernels.reference_steps import Factors
 from ..dtensors import raw_grad, set_raw_grad
 from ..masters import Masters
 from ..params import ParamPair, ParamTable
-from ..progress import OwnPart, Progress
-from ..wrapped_step import StepGradients, fused_steps_guarded, guard_open, note_step
+from ..step import Step
+from ..wrapped_step import StepGradients, guard_open, note_step, run_code
 from .buckets import BucketSteps, hooks_muted, settings_of
 
 BUCKET = 1 << 20
@@ -176,38 +176,6 @@ def _parts(members: list[ParamPair]) -> list[list[ParamPair]]:
     return parts
 
 
-class _BucketPart:
-    """A bucket in a step's progress.
-
-    Args:
-        write_back: writes what the optimizer has made of the bucket into weights and remainders.
-    """
-
-    def __init__(self, bucket: Bucket, own: OwnPart, write_back: Callable[[], None]) -> None:
-        self.positions = own.positions
-        self.own = own
-        self._bucket = bucket
-        self._write_back = write_back
-        self._written = bucket.split_cache.returned
-        self._written.clear()
-
-    def has_run(self) -> bool | None:
-        """Whether the optimizer has stepped the bucket; its values are written back then, now or by :meth:`finish`."""
-        return self.own.has_run()
-
-    def stepped(self) -> Iterable[int]:
-        """Those whose weights will tell of it: where the bucket was cut, those that lie on the weights' memory."""
-        if self.has_run():
-            return self.positions
-        on_weights = {pair.position for pair in self._bucket.on_weights}
-        return [at for at in self.own.stepped() if at in on_weights]
-
-    def finish(self) -> None:
-        """Write the values back, if an exception came before that."""
-        if not self._written and self._bucket.split:
-            self._write_back()
-
-
 class BucketedStep:
     """Steps the wrapped optimizer on split masters, a bucket at a time.
 
@@ -241,12 +209,12 @@ class BucketedStep:
         """Why no kernel steps."""
         return "general (a bucket of split masters at a time)"
 
-    def step(self, progress: Progress, found_inf: Tensor | None, closure: Any = None) -> Any:
+    def step(self, step: Step, found_inf: Tensor | None, closure: Any = None) -> Any:
         """See :class:`fp16opt.engine.wrapped_step.Stepper`. Each bucket is shown the closure, which was evaluated."""
         self._closure = closure
 
         def run(_: Optimizer, *closure: Callable[[], Any]) -> None:
-            self.step_within_hooks(progress)
+            self.step_within_hooks(step)
 
         note_step(self.optimizer)
         try:
@@ -254,19 +222,21 @@ class BucketedStep:
         finally:
             self._closure = None
 
-    def step_within_hooks(self, progress: Progress) -> None:
+    def step_within_hooks(self, step: Step) -> None:
         """Step all buckets without the optimizer's hooks, which are running."""
-        with torch.no_grad(), hooks_muted(self.optimizer, progress), guard_open(self.optimizer):
-            self._step_buckets(progress)
+        with torch.no_grad(), hooks_muted(self.optimizer), guard_open(self.optimizer):
+            step.about_to_write = True
+            self._step_buckets()
         self.masters.ties.clear()
+        step.all_written = True
 
-    def _step_buckets(self, progress: Progress) -> None:
+    def _step_buckets(self) -> None:
         grads = self._find_gradients()
-        parts = BucketSteps(self.optimizer, progress)
+        parts = BucketSteps(self.optimizer)
         buckets = self._buckets(grads)
         memory = _Memory(buckets)
         for bucket in buckets:
-            self._step(progress, bucket, parts, memory, grads)
+            self._step(bucket, parts, memory, grads)
         parts.finish()
 
     def _find_gradients(self) -> dict[int, _Gradient]:
@@ -292,7 +262,6 @@ class BucketedStep:
 
     def _step(
         self,
-        progress: Progress,
         bucket: Bucket,
         parts: BucketSteps,
         memory: _Memory,
@@ -312,21 +281,17 @@ class BucketedStep:
             bucket.split[0].cast.overflow[bucket.rows] = bucket.cast.overflow
 
         with (
-            _filled(bucket.members, values, true, progress),
-            _with_gradients(self._other_gradients(bucket, grads), progress),
+            _filled(bucket.members, values, true),
+            _with_gradients(self._other_gradients(bucket, grads)),
         ):
-            due = [pair for pair in (*bucket.split, *bucket.on_weights) if id(pair) in grads]
-            own = OwnPart([pair.position for pair in due], [pair.master for pair in due], self.optimizer)
-            progress.parts.append(_BucketPart(bucket, own, write_back))
             closure = None if self._closure is None else self._closure.again(bucket.stepped)
-            parts.run(bucket.group, bucket.stepped, lambda: self._step_part(own, closure, progress))
+            parts.run(bucket.group, bucket.stepped, lambda: self._step_part(closure))
         if bucket.split:
             write_back()
 
-    def _step_part(self, own: OwnPart, closure: Callable[[], Any] | None, progress: Progress) -> None:
+    def _step_part(self, closure: Callable[[], Any] | None) -> None:
         step = operator.methodcaller("step") if closure is None else operator.methodcaller("step", closure)
-        with fused_steps_guarded(self.optimizer, progress):
-            own.returned.extend(map(step, [self.optimizer]))  # one call of C runs it and notes its return
+        run_code(self.optimizer, Step(), None, step)
 
     def _true_ones(
         self, masters: list[Tensor], room: list[Tensor], grads: list[_Gradient], cache: kernels.CallCache
@@ -385,21 +350,10 @@ class _Memory:
 
 
 @contextlib.contextmanager
-def _filled(
-    members: list[Tensor], values: list[Tensor], grads: list[Tensor | None], progress: Progress
-) -> Iterator[None]:
+def _filled(members: list[Tensor], values: list[Tensor], grads: list[Tensor | None]) -> Iterator[None]:
     """Within, the placeholders are ordinary parameters with values and gradients."""
     kept = [(member, type(member), member.data, raw_grad(member)) for member in members]
-
-    def put_back() -> None:
-        for member, cls, data, before in kept:
-            set_raw_grad(member, None)
-            member.data = data
-            if before is not None:
-                set_raw_grad(member, before)
-            member.__class__ = cls
-
-    with progress.putting_back(put_back):
+    try:
         for (member, _, _, before), value, grad in zip(kept, values, grads, strict=True):
             member.__class__ = torch.nn.Parameter  # torch takes its faster loops for exactly this class
             if before is not None:
@@ -407,20 +361,25 @@ def _filled(
             member.data = value
             set_raw_grad(member, grad)
         yield
+    finally:
+        for member, cls, data, before in kept:
+            set_raw_grad(member, None)
+            member.data = data
+            if before is not None:
+                set_raw_grad(member, before)
+            member.__class__ = cls
 
 
 @contextlib.contextmanager
-def _with_gradients(given: list[tuple[Tensor, Tensor | None]], progress: Progress) -> Iterator[None]:
+def _with_gradients(given: list[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
     """Within, masters on the weights' memory are ordinary parameters with these gradients; after it as they were."""
     kept = [(master, type(master), raw_grad(master)) for master, _ in given]
-
-    def put_back() -> None:
-        for master, cls, grad in kept:
-            set_raw_grad(master, grad)
-            master.__class__ = cls
-
-    with progress.putting_back(put_back):
+    try:
         for master, grad in given:
             set_raw_grad(master, grad)
             master.__class__ = torch.nn.Parameter
         yield
+    finally:
+        for master, cls, grad in kept:
+            set_raw_grad(master, grad)
+            master.__class__ = cls

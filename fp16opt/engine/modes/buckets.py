@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ..progress import Progress
-
 T = TypeVar("T")
 
 NOT_SETTINGS = ("params", "param_names")
@@ -24,24 +22,22 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def hooks_muted(optimizer: Optimizer | None = None, progress: Progress | None = None) -> Iterator[None]:
+def hooks_muted(optimizer: Optimizer | None = None) -> Iterator[None]:
     """Within, no step hook runs, the optimizer's own or those of all: they belong to a step, not to a part of one."""
     tables: list[dict[Any, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     if optimizer is not None:
         own = optimizer.__dict__
         tables += own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"]
     kept = [(table, dict(table)) for table in tables if table]
-
-    def put_back() -> None:
+    try:
+        for table, _ in kept:
+            table.clear()
+        yield
+    finally:
         for table, hooks in kept:
             now = {**hooks, **table}
             table.clear()
             table.update(now)
-
-    with (Progress() if progress is None else progress).putting_back(put_back):
-        for table, _ in kept:
-            table.clear()
-        yield
 
 
 class BucketSteps:
@@ -53,11 +49,9 @@ class BucketSteps:
 
     Args:
         optimizer: Its ``param_groups`` list is changed in place while a part is stepped, and put back after it.
-        progress: of the step.
     """
 
-    def __init__(self, optimizer: Optimizer, progress: Progress | None = None) -> None:
-        self._progress = Progress() if progress is None else progress
+    def __init__(self, optimizer: Optimizer) -> None:
         self._groups = optimizer.param_groups
         self._whole = list(self._groups)
         self._before = list(map(settings_of, self._whole))
@@ -69,14 +63,13 @@ class BucketSteps:
         for key, value in self._before[number].items():
             if isinstance(value, Tensor):
                 part[key] = copies[key] = value.clone()
-        with self._progress.putting_back(self._put_back):
+        try:
             self._groups[:] = [part]
             result = step()
             self._after[number] = copies, settings_of(part)
             return result
-
-    def _put_back(self) -> None:
-        self._groups[:] = self._whole
+        finally:
+            self._groups[:] = self._whole
 
     def finish(self) -> None:
         """The groups take the settings that their last parts left."""

@@ -163,6 +163,14 @@ class MasterReevaluations(Reevaluations):
         overflowed = self.check is not None and bool(self.check.found_inf)
         return Evaluation(loss, overflowed, self._state.backwards != before)
 
+    def evaluate(self) -> bool:
+        """What the closure calls is its own: it is no call within the step."""
+        step, self._state.step = self._state.step, None
+        try:
+            return super().evaluate()
+        finally:
+            self._state.step = step
+
     def _back_off(self) -> bool:
         """Every scale whose backward overflowed."""
         if self.check is None:

@@ -28,9 +28,9 @@ from ..gradients import DeviceGradients
 from ..masters import Masters
 from ..model_writes import ModelWrites
 from ..params import ParamPair, ParamTable
-from ..progress import Progress
 from ..stage import BackwardScale, Interrupted, OverflowCheck, Verdict
 from ..state_format import StateFormat
+from ..step import Step
 from ..step_state import StepState
 from ..wrapped_step import run_hooks
 from .sums import SummingState
@@ -254,7 +254,7 @@ class ReleasingState(SummingState):
 
     def _came(self) -> set[int]:
         """Positions of the parameters that were stepped, and that ``step`` has not counted yet."""
-        stage = self.standing
+        stage = self.stage
         return stage.arrivals.came if type(stage) is Releasing else set()
 
     # -- looking -----------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class ReleasingState(SummingState):
             RuntimeError: there was one already, or it can't be served.
         """
         self.look()
-        stage = self.standing
+        stage = self.stage
         if type(stage) is Releasing and stage.was_cleared:
             raise RuntimeError(
                 f"zero_grad() was called in place of step(): with {SAID} the last backward has stepped parameters, and "
@@ -538,14 +538,14 @@ class ReleasedStep:
         """When a kernel steps."""
         return "fused, in backward"
 
-    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, step: Step, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> None:
         """Run the wrapped optimizer's step hooks, also where a parameter was left alone."""
-        run_hooks(self.optimizer, _note_end, progress)
+        run_hooks(self.optimizer, _note_end, step)
 
 
-def _note_end(has_hooks: bool, progress: Progress) -> None:
+def _note_end(has_hooks: bool, step: Step) -> None:
     """In the place of a step, between the optimizer's hooks."""
-    progress.is_whole = True
+    step.all_written = True
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
