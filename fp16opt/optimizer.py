@@ -451,6 +451,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return not self.step_state.holds_groups()  # then the next call raises
         return self.params.thawed()
 
+    @outside_inference
     def settle(self, call: str) -> None:
         """Finish a step that an exception has stopped, and whose own ``except`` was cut too.
 

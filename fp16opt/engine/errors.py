@@ -399,12 +399,12 @@ NOT_FINITE = Line(
 
 # -- Stopped steps -----------------------------------------------------------------------------------------------------
 
-
 STEP_STOPPED = Line(
     "step stopped",
     logging.WARNING,
-    """an exception has stopped a step in the middle: some parameters may have been stepped, and others not. The model
-    holds the masters as they are, and the step counts as done. To be exact, load the last checkpoint.""",
+    """an exception has stopped a step in the middle: some parameters may have been stepped and others not, and the
+    loss scale may not have followed. The model holds the masters as they are, and the step counts. To be exact, load
+    the last checkpoint.""",
 )
 
 WITHIN_A_STEP = Refusal(
