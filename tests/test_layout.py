@@ -35,7 +35,6 @@ ENGINE = [
     "diagnostics",
     "params",
     "attributes",
-    "replaced",
     "progress",
     "masters",
     "missing_scale",
@@ -125,7 +124,6 @@ FOREIGN = {
     "_unscale_grads_": "what torch.amp.GradScaler says a subclass overrides",
     # torch.nn and torch.distributed
     "_buffers": "of a Module: what is replaced there needs no setattr, which a subclass may forbid",
-    "_parameters": "of a Module: its own alone, tied ones each time",
     "_BatchNorm": "the base of all batch norms",
     "_register_state_dict_hook": "before torch 2.5 there is no public one that runs after state_dict",
     "_orig_mod": "of torch.compile: the module inside",
