@@ -295,15 +295,6 @@ class StepState(abc.ABC):
         elif stamp and type(self.stage) is Scaled and not self.replicas.local:  # else a later backward reduces them
             self.stage = self.stage._replace(stamp=GradientStamp(counted_gradients(self.params.models)))
 
-    def found_none(self) -> bool:
-        """Whether the backward that has just ended has left no gradient at all."""
-        stage = self.stage
-        if type(stage) is Scaled and stage.stamp is not None and not stage.stamp.is_empty:
-            return False
-        if self.is_sum and any_raw_grad(self.params.masters):
-            return False
-        return not self._any_there(raw_grads(self.params.models))
-
     def reopen(self) -> Check | None:
         """SCALED again where true gradients were made, and are as they were made: for faces that make them at once.
 

@@ -17,6 +17,8 @@ from .ranks import Origin
 from .stage import Check
 from .step import Step
 
+_PATIENCE = 4  # steps without a gradient: one may come before any backward, or after one of another loss
+
 
 def update_scale(scaler: LossScaler, found_inf: Tensor) -> None:
     """``scaler.update(found_inf)``, in one call of compiled code where that can be. No host sync."""
@@ -45,6 +47,22 @@ def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tenso
     skipped.add_(found_inf)
 
 
+class EmptySteps:
+    """Steps in a row that have found no gradient at all.
+
+    Args:
+        optimizers: how many one backward serves: their steps are counted together.
+    """
+
+    def __init__(self, optimizers: int = 1) -> None:
+        self.in_a_row = 0
+        self._sharing = optimizers
+
+    def is_due(self) -> bool:
+        """Whether the last one was the fourth, of each optimizer."""
+        return self.in_a_row == _PATIENCE * self._sharing
+
+
 class Outcome:
     """What became of the last step, and how many were skipped.
 
@@ -57,6 +75,7 @@ class Outcome:
         log: what is logged after a skip.
         steps: how many were taken or skipped, but for those that a CUDA graph has replayed.
         all_or_nothing: as it was given.
+        empty: how many steps have found no gradient, since one has.
         clipped: the norm before the last clip and its factor (float32, 0-dim).
         scale: the loss scale that the last step's gradients were made with (float32, 0-dim); None before the first.
         before, losses: for the log line of the step that is being closed: the scale before it, and its losses. None
@@ -70,6 +89,7 @@ class Outcome:
         if not all_or_nothing:
             self.log.what, self.log.advice = errors.LEFT_ALONE, errors.LOWER
         self.steps = 0
+        self.empty = EmptySteps()
         self.clipped: tuple[Tensor, Tensor] | None = None
         self.scale: Tensor | None = None
         self.before: float | None = None
@@ -132,6 +152,7 @@ class Outcome:
     def nothing(self) -> None:
         """``step`` was called and there was nothing to step. No sync."""
         self._last, self._flags = False, None
+        self.empty.in_a_row += 1
 
     def record(
         self,
@@ -154,6 +175,7 @@ class Outcome:
         Returns:
             ``skipped``, in memory that keeps its value until the next step. No host sync.
         """
+        self.empty.in_a_row = 0
         steps, skipped_here, taken = step.counts
         self.steps, self._skipped_here = steps + 1, skipped_here + (skipped is True)
         self.log.taken = taken + (skipped is False)
