@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ...kernels import cuda_devices
 from ...kernels.installed import PACKAGE
-from ...kernels.proof import Place
-from ...kernels.verdicts import Outcome
+from ...kernels.proof import Outcome, Place
 
 
 class NoCard(RuntimeError):
