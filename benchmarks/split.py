@@ -3,9 +3,9 @@
     python benchmarks/split.py [--quick] [--json PATH] [--rounds N] [--threads N]
 
 A step with a clip, as in step.py, of AdamW on 51 million float16 weights: full and split masters in one pass
-(``fused_step=True``), and both around torch's own fused AdamW, the split ones a bucket at a time. Results are first
-checked against the numpy oracle of the tests. Memory is the allocator's peak from the model's creation to the end of
-the second step: weights, gradients, masters, moments and whatever a step needs.
+(``fused_step=True``), and full ones around torch's own fused AdamW. Results are first checked against the numpy oracle
+of the tests. Memory is the allocator's peak from the model's creation to the end of the second step: weights,
+gradients, masters, moments and whatever a step needs.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ BYTES = {
     + 30,  # look at gradients; gradient 2, master 8, moments 16, weight 2, and its line read first 2
     "split, one pass": 2 + 26,  # gradient 2, weight 4, remainder 4, moments 16
     "full, torch's step": routes.BYTES["fp16opt"],
-    "split, a bucket at a time": 2 + 4 + 2 + 16 + 4,  # buckets stay in the cache
     "memory copy": 8,
 }
 
 
 class Route:
-    """One of the four: float16 weights and a clip that clips."""
+    """One of the three: float16 weights and a clip that clips."""
 
     def __init__(self, name: str, problem: Problem, master_weights: str, fused_step: bool) -> None:
         self.name = name
@@ -69,7 +68,6 @@ def contenders(problem: Problem) -> list[Route]:
         Route("full, one pass", problem, "full", True),
         Route("split, one pass", problem, "split", True),
         Route("full, torch's step", problem, "full", False),
-        Route("split, a bucket at a time", problem, "split", False),
     ]
 
 
@@ -139,7 +137,6 @@ def memory_rows(problem: Problem, routes_: list[Route], quick: bool) -> list[com
         "full, one pass": (6.25, 16.25),
         "split, one pass": (4.25, 14.25),
         "full, torch's step": (None, None),
-        "split, a bucket at a time": (5.25, None),
     }
     rows = []
     for route in routes_:
@@ -176,12 +173,6 @@ def main() -> None:
             None if quick else 1.15,
             timings["split, one pass"],
             timings["full, one pass"],
-        ),
-        ratio(
-            "a bucket at a time against full, torch's step",
-            None,
-            timings["split, a bucket at a time"],
-            timings["full, torch's step"],
         ),
         *memory_rows(problem, found, quick),
     ]

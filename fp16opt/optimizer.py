@@ -158,8 +158,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             and ``fp32_state_dict``: "refresh" takes what differs into the masters and logs a warning, "error" raises,
             "ignore" does not look.
         master_weights: "full": FP32 masters. "split": the 16-bit weight and a 16-bit remainder, 4 bytes in place of 6.
-            "split24": an 8-bit remainder, 3 bytes; masters of 24 bits, and one-pass steps only. "none": the optimizer
-            steps 16-bit parameters, and loses small updates.
+            "split24": an 8-bit remainder, 3 bytes; masters of 24 bits. Both are stepped in one pass alone. "none": the
+            optimizer steps 16-bit parameters, and loses small updates.
         fused_step: "auto": SGD, Adam, AdamW, Lion and registered classes are stepped by one kernel in a single pass,
             where a compiled kernel serves the device and nothing stands in the way (see ``repr``). True: by such a
             kernel or, without one, by torch operations with the same bits. False: the wrapped optimizer's own step, to

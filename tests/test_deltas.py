@@ -32,7 +32,6 @@ MODES: dict[str, dict[str, Any]] = {
     "one pass": {"fused_step": True},
     "wrapped": {"fused_step": False},
     "split": {"master_weights": "split", "fused_step": True},
-    "bucketed": {"master_weights": "split", "fused_step": False},
     "split24": {"master_weights": "split24"},
     "8-bit": {"optimizer_state": "8bit"},
     "8-bit, split24": {"optimizer_state": "8bit", "master_weights": "split24"},

@@ -27,7 +27,7 @@ import fp16opt.amp
 import fp16opt.distributed
 from fp16opt import AveragedMasters, DynamicLossScaler, GradScaler, LossScaleError, MixedPrecisionOptimizer, ema
 from fp16opt.distributed import settings, waiting
-from fp16opt.engine import errors
+from fp16opt.engine import errors, fused_step
 from fp16opt.engine.diagnostics import Lines
 from fp16opt.engine.ranks import Asked
 
@@ -442,10 +442,6 @@ class Slow(SGD):
                         param.sub_(param.grad, alpha=group["lr"])
 
 
-def in_two_groups(params: Any, lr: float) -> Slow:
-    return Slow([{"params": [param]} for param in params], lr=lr)
-
-
 def stopped_after_one(**options: Any) -> None:
     one = Training(**options)
     one.inner.left = 1
@@ -454,8 +450,21 @@ def stopped_after_one(**options: Any) -> None:
         one.opt.step()
 
 
-def step_in_part() -> None:
-    stopped_after_one(optimizer=in_two_groups, master_weights="split")
+def step_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped between two kernels: of parameters with momentum, and without."""
+    one = Training(lambda params, lr: SGD([{"params": [p], "momentum": 0.9 * k} for k, p in enumerate(params)], lr=lr))
+    run, calls = fused_step.run_step, []
+
+    def once(*given: Any) -> None:
+        calls.append(given)
+        if len(calls) == 2:
+            raise Stopped
+        run(*given)
+
+    monkeypatch.setattr(fused_step, "run_step", once)
+    one.opt.backward(one.loss())
+    with pytest.raises(Stopped):
+        one.opt.step()
 
 
 def unscaled_after_a_stop() -> None:

@@ -494,26 +494,6 @@ def test_its_own_train_and_eval_raise_and_name_the_object_to_call(name: str) -> 
     assert getattr(opt, name)() is None
 
 
-def test_an_optimizer_that_evaluates_again_is_refused_with_split_masters() -> None:
-    class Twice(torch.optim.SGD):
-        def step(self, closure=None):  # type: ignore[no-untyped-def, override]
-            if closure is None:
-                return super().step()
-            with torch.enable_grad():
-                closure()
-                return super().step(closure)
-
-    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-
-    def wrapped_and_stepped() -> None:
-        opt = MixedPrecisionOptimizer(Twice([weight], lr=0.1), master_weights="split")
-        opt.step(lambda: opt.backward(weight.float().sum()))
-
-    with pytest.raises((RuntimeError, ValueError), match=r"closure"):
-        wrapped_and_stepped()
-    assert torch.equal(weight, torch.ones(4, dtype=torch.bfloat16))
-
-
 def test_lbfgs_returns_the_first_loss() -> None:
     weight = torch.nn.Parameter(torch.full((2,), 2.0, dtype=torch.float16))
     opt = MixedPrecisionOptimizer(torch.optim.LBFGS([weight], line_search_fn="strong_wolfe"))

@@ -87,19 +87,6 @@ def test_several_scales_without_a_scale_of_its_own() -> None:
     assert not torch.equal(model.weight, before)
 
 
-def test_sparse_gradients_of_split_masters_are_stepped_where_they_belong() -> None:
-    """torch adds them to a view with an offset at another place: see the plain torch program in the changelog."""
-    params = [nn.Parameter(torch.ones(3, 5).bfloat16()), nn.Parameter(torch.ones(1, 4).bfloat16())]
-    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5), master_weights="split", fused_step=False)
-    for _ in range(3):
-        params[0].grad, params[1].grad = torch.ones(3, 5).bfloat16(), torch.ones(1, 4).bfloat16().to_sparse()
-        opt.update_master_grads()
-        opt.step()
-        opt.zero_grad()
-    assert params[0].tolist() == [[-0.5] * 5] * 3
-    assert params[1].tolist() == [[-0.5] * 4]
-
-
 CLEARS = {
     "model.zero_grad()": lambda model: model.zero_grad(),
     "model.zero_grad(set_to_none=False)": lambda model: model.zero_grad(set_to_none=False),

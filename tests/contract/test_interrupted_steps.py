@@ -48,7 +48,6 @@ KINDS = {
         {"fused_step": False}, lambda params: AdamW(params, lr=2.0**-5, foreach=False), in_parts=False, own_code=True
     ),
     "split": Kind({"master_weights": "split"}),
-    "split, by buckets": Kind({"master_weights": "split", "fused_step": False}, own_code=True),
     "sums": Kind({"grad_accumulation": "fp32"}),
     "none": Kind({"master_weights": "none"}, lambda params: AdamW(params, lr=2.0**-5, eps=2.0**-10)),
     "8 bits": Kind({"optimizer_state": "8bit"}),

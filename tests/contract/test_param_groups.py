@@ -349,7 +349,6 @@ EVERY_STEP = pytest.mark.parametrize(
         {"fused_step": False},
         {"grad_accumulation": "fp32"},
         {"master_weights": "split"},
-        {"master_weights": "split", "fused_step": False},
         {"master_weights": "split24"},
         {"master_weights": "none"},
     ],

@@ -151,7 +151,7 @@ def under_sharding(rank: int, size: int) -> None:
     part = ZeroRedundancyOptimizer(zero_net.parameters(), AdamW, lr=1e-2)
     for optimizer in (inner, part):
         refused = {
-            'master_weights="split" on several ranks does not go with fused_step=False': {
+            'master_weights="split" needs the one-pass step, which can\'t be had: fused_step=False': {
                 "master_weights": "split",
                 "fused_step": False,
             },
@@ -164,7 +164,9 @@ def under_sharding(rank: int, size: int) -> None:
             assert message in heard, heard
     adagrad = torch.optim.Adagrad(net.parameters())
     heard = raised(ValueError, lambda: MixedPrecisionOptimizer(adagrad, master_weights="split"))
-    assert 'master_weights="split" on several ranks can\'t be served: Adagrad is not exactly SGD' in heard, heard
+    assert 'master_weights="split" needs the one-pass step, which can\'t be had: Adagrad is not exactly SGD' in heard, (
+        heard
+    )
     assert 'Use master_weights="full".' in heard
     for wrapped in (opt, zero):
         heard = raised(RuntimeError, lambda o=wrapped: o.state_dict(compact=True))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from specs import CASES
 from torch import nn
 from torch.optim import SGD
 
@@ -23,8 +24,10 @@ from engine.checks import (
 from fp16opt import MixedPrecisionOptimizer
 
 SIXTEEN = (torch.float16, torch.bfloat16)
-BUCKET = 1 << 20
-"""Elements in a bucket of a streamed step, at most; a tensor with more is a bucket of its own."""
+ONE_PASS = [
+    case for case in CASES if case.id.split("-")[0] in ("SGD", "Adam", "AdamW") and "differentiable" not in case.id
+]
+"""What kernels step: split masters take no other."""
 
 by_dtype = pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 

@@ -108,7 +108,6 @@ def test_as_few_with_fp32_parameters_among_them(
     assert set(ours.values()) == {1}
 
 
-@by_step
 @pytest.mark.parametrize("inner", ["AdamW", "SGD"])
 @pytest.mark.parametrize("masters", ["full", "split"])
 def test_kernels_that_mark_what_changes_are_launched_in_place_of_others(

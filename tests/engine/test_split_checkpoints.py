@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from specs import OptimizerCase, one_per_class, params_of
+from specs import OptimizerCase, params_of
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -17,24 +17,19 @@ from engine import recipes
 from engine.checks import (
     assert_same,
     assert_same_bits,
-    by_step,
     groups_params,
     linear_loss,
     normal,
     one_step,
     ones,
 )
-from engine.split_cases import by_dtype, gradients, half_sgd, masters, through_file, trained, wrap
+from engine.split_cases import ONE_PASS, by_dtype, gradients, half_sgd, masters, through_file, trained, wrap
 from fp16opt import DynamicLossScaler
 
-pytestmark = by_step
 
-
-@pytest.mark.parametrize("case", params_of(one_per_class()))
+@pytest.mark.parametrize("case", params_of(ONE_PASS))
 @pytest.mark.parametrize("model_first", [True, False, None])
 def test_resume_bit_exact(case: OptimizerCase, model_first: bool | None) -> None:
-    if case.kind == "closure":
-        pytest.skip("refused: see test_refusals")
     recipes.check_resume_bit_exact(
         lambda inner, **kwargs: wrap(inner, scaler=DynamicLossScaler(**kwargs)),
         case,

@@ -92,44 +92,16 @@ def test_fused_steps_keep_strides_and_read_gradients(dtype: torch.dtype) -> None
         assert opts[1].state[key]["exp_avg"].stride() == full.stride()
 
 
-def test_a_fused_step_that_can_not_serve_falls_back_to_buckets(caplog: pytest.LogCaptureFixture) -> None:
-    opts, models = pair(FUSED[0], torch.bfloat16, fused_step=True)
-    step_both(opts, models, 0)
-    with caplog.at_level(logging.WARNING):
-        for opt in opts:
-            opt.param_groups[0]["differentiable"] = True
-            opt.param_groups[0]["differentiable"] = False
-            opt.param_groups[0]["lr"] = torch.tensor(0.02)
-            for state in opt.state.values():
-                state["exp_avg"] = state["exp_avg"].double().float()
-        step_both(opts, models, 1)
-        for opt in opts:
-            state = next(iter(opt.state.values()))
-            state["exp_avg"] = state["exp_avg"].to_sparse().to_dense()
-            opt.param_groups[0]["differentiable"] = True
-        step_both(opts, models, 2)
-    assert "steps itself from here on" in caplog.text
-    assert not steps_in_one_pass(opts[1])
-    for full, split in zip(masters(opts[0]), masters(opts[1]), strict=True):
-        assert_same_bits(split, full)
-
-
-def test_a_sparse_gradient_in_a_fused_run_is_stepped_in_buckets() -> None:
-    opts, models = [], []
-    for mode in ("full", "split"):
-        table = nn.Parameter(torch.ones(5, 3).bfloat16())
-        opts.append(wrap(SGD([table], lr=0.5), mode, fused_step=True))
-        models.append(table)
-    fired: list[int] = []
-    opts[1].optimizer.register_step_post_hook(lambda *_: fired.append(1))
-    rows = torch.tensor([1, 3, 1])
-    for _ in range(2):
-        for opt, table in zip(opts, models, strict=True):
-            opt.zero_grad()
-            opt.backward(nn.functional.embedding(rows, table, sparse=True).float().sum())
-            opt.step()
-    assert_same(masters(opts[1]), masters(opts[0]))
-    assert fired == [1, 1]
+def test_a_sparse_gradient_is_refused_before_a_write() -> None:
+    table = nn.Parameter(torch.ones(5, 3).bfloat16())
+    opt = wrap(SGD([table], lr=0.5), named_parameters=[("table", table)])
+    opt.backward(nn.functional.embedding(torch.tensor([1, 3, 1]), table, sparse=True).float().sum())
+    with pytest.raises(RuntimeError, match=r"the gradient of 'table' is sparse. With master_weights=\"split\""):
+        opt.step()
+    assert_same([table], [torch.ones(5, 3).bfloat16()])
+    opt.zero_grad()
+    one_step(opt, [table], [1.0])
+    assert table[0, 0].item() == 0.5
 
 
 def test_fused_split_memory_skip_and_resume() -> None:
@@ -146,7 +118,7 @@ def test_fused_split_memory_skip_and_resume() -> None:
     assert 4.0 <= bytes_kept(opt, kept) / 800_000 <= 4.25
     saved = through_file(opt.state_dict())
     fresh = [nn.Parameter(torch.zeros_like(p)) for p in params]
-    other = wrap(AdamW(fresh, lr=0.1), scaler=DynamicLossScaler(8.0), fused_step=False)
+    other = wrap(AdamW(fresh, lr=0.1), scaler=DynamicLossScaler(8.0))
     other.load_state_dict(saved)
     for o, ps in ((opt, params), (other, fresh)):
         one_step(o, ps, [0.5] * 4)

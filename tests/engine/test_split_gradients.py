@@ -12,15 +12,12 @@ from engine import recipes
 from engine.checks import (
     array,
     assert_same_bits,
-    by_step,
     linear_loss,
     ones,
     stored_grad,
     tensor_bytes,
 )
 from engine.split_cases import bytes_kept, gradients, masters, pair, wrap
-
-pytestmark = by_step
 
 
 def test_gradients_are_made_when_read_and_edits_count() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from specs import CASES, OptimizerCase, one_per_class, params_of
+from specs import OptimizerCase, params_of
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -18,23 +17,20 @@ from engine.checks import (
     array,
     assert_same,
     assert_same_bits,
-    by_step,
     groups_params,
     linear_loss,
     normal,
     one_step,
     ones,
-    parameters,
     train,
 )
-from engine.split_cases import BUCKET, by_dtype, gradients, masters, pair, state_of, step_both, wrap
+from engine.split_cases import ONE_PASS, by_dtype, gradients, masters, pair, state_of, step_both, wrap
+from fp16opt import register_fused_step
 
-SPLIT = [case for case in CASES if case.kind != "closure"]
 
-
-@pytest.mark.parametrize("case", params_of(SPLIT))
+@pytest.mark.parametrize("case", params_of(ONE_PASS))
 def test_masters_and_state_equal_full_ones_in_bfloat16(case: OptimizerCase) -> None:
-    opts, models = pair(case, torch.bfloat16, fused_step=False)
+    opts, models = pair(case, torch.bfloat16)
     start = masters(opts[1])
     for k in range(5):
         step_both(opts, models, k, case.kind)
@@ -44,11 +40,8 @@ def test_masters_and_state_equal_full_ones_in_bfloat16(case: OptimizerCase) -> N
     assert any(not torch.equal(a, b) for a, b in zip(start, masters(opts[1]), strict=True))
 
 
-@by_step
-@pytest.mark.parametrize("case", params_of(one_per_class()))
+@pytest.mark.parametrize("case", params_of(ONE_PASS))
 def test_masters_equal_full_ones_in_mixed_dtypes_with_clip(case: OptimizerCase) -> None:
-    if case.kind == "closure":
-        pytest.skip("refused: see test_refusals")
     opts, models = pair(case, recipes.MIXED)
     for k in range(4):
         step_both(opts, models, k, case.kind, clip=0.5)
@@ -57,7 +50,6 @@ def test_masters_equal_full_ones_in_mixed_dtypes_with_clip(case: OptimizerCase) 
             assert torch.allclose(split, full, rtol=1e-6, atol=2.0**-38)
 
 
-@by_step
 def test_half_masters_are_exact_in_range() -> None:
     values = torch.tensor([2.0**-16, -(2.0**-16), 0.1, 1.0, -3.3, 1000.0, 65000.0])
     opts, models = [], []
@@ -71,44 +63,6 @@ def test_half_masters_are_exact_in_range() -> None:
     assert not torch.equal(masters(opts[1])[0].half().float(), masters(opts[1])[0])
 
 
-class Counting(AdamW):
-    """Notes what each of its steps gets: elements by dtype, and how many parameters."""
-
-    def step(self, closure: Any = None) -> Any:
-        here = [m for group in self.param_groups for m in group["params"] if m.grad is not None]
-        self.__dict__.setdefault("seen", []).append((sum(m.numel() for m in here), len(here)))
-        return super().step(closure)
-
-
-@by_dtype
-def test_many_buckets_of_several_groups_equal_full_masters(dtype: torch.dtype) -> None:
-    part = BUCKET // 8
-    shapes = [(3, 5), (BUCKET + 2,), (2, part), (3, part), (2, 3, 2), (4 * part,), (), (BUCKET - 1,), (part,), (part,)]
-    opts, models = [], []
-    for mode in ("full", "split"):
-        params = parameters(shapes, dtype)
-        wide = parameters([(7,), (part,)], torch.float32, seed=3)
-        groups = [
-            {"params": params[:5] + wide[:1], "lr": 0.1},
-            {"params": params[5:], "lr": 0.02, "weight_decay": 0.2},
-            {"params": wide[1:], "lr": 0.3},
-        ]
-        opts.append(wrap(Counting(groups), mode))
-        models.append(params + wide)
-    opts[1].optimizer.seen = []  # what was tried when it was wrapped
-    for k in range(2):
-        step_both(opts, models, k)
-    for full, split in zip(masters(opts[0]), masters(opts[1]), strict=True):
-        if dtype == torch.bfloat16:
-            assert_same_bits(split, full)
-        assert torch.allclose(split, full, rtol=1e-6, atol=2.0**-38)
-    seen = opts[1].optimizer.seen
-    assert len(seen) >= 2 * 5, "no more than a bucket at once, and no group beside another"
-    assert all(numel <= BUCKET or count == 1 for numel, count in seen)
-    assert sum(count for _, count in seen) == 2 * 12, "each parameter once a step"
-
-
-@by_step
 @by_dtype
 def test_strides_are_kept(dtype: torch.dtype) -> None:
     values = normal((2, 3, 4, 5), torch.float32, 1)
@@ -131,7 +85,6 @@ def test_strides_are_kept(dtype: torch.dtype) -> None:
         assert opts[1].state[key]["exp_avg"].stride() == full.stride()
 
 
-@by_step
 def test_weights_are_rounded_away_on_ties_and_masters_are_not() -> None:
     opts, models = [], []
     for mode in ("full", "split"):
@@ -144,7 +97,6 @@ def test_weights_are_rounded_away_on_ties_and_masters_are_not() -> None:
     assert models[1][0].tolist() == [1 + 2.0**-7, 1.0, 1 - 2.0**-8]
 
 
-@by_step
 def test_small_updates_add_up_where_16_bits_lose_them() -> None:
     p = ones(2)
     opt = wrap(SGD([p], lr=2.0**-13), loss_scale=1.0)
@@ -154,7 +106,6 @@ def test_small_updates_add_up_where_16_bits_lose_them() -> None:
     assert_same_bits(p, array([1 - 2.0**-10] * 2))
 
 
-@by_step
 def test_training_random_calls_equal_full_masters() -> None:
     """A random sequence of everything that may be called in a step."""
     rng = np.random.default_rng(3)
@@ -201,6 +152,7 @@ def test_what_eval_of_an_optimizer_writes_stays_in_every_split_master() -> None:
             for p in groups_params(self):
                 p.data.mul_(2.0)
 
+    register_fused_step(Doubles, "sgd", {"lr": "lr"})
     params = [ones(2), ones(3)]
     opt = wrap(Doubles(params, lr=0.5))
     opt.eval()

@@ -1,4 +1,4 @@
-"""master_weights="split": skips, closures, hooks, buckets, memory, and who is refused."""
+"""master_weights="split": skips, closures, hooks, memory, and who is refused."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import fp16opt
 from engine import recipes
 from engine.checks import (
-    by_step,
     groups_params,
     linear_loss,
     one_step,
     ones,
     tensor_bytes,
 )
-from engine.split_cases import BUCKET, by_dtype, bytes_kept, wrap
+from engine.split_cases import by_dtype, bytes_kept, wrap
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 
 
@@ -33,7 +31,6 @@ def test_overflow_leaves_everything_untouched() -> None:
     )
 
 
-@by_step
 def test_a_closure_is_evaluated_once() -> None:
     p = ones(2)
     opt = wrap(SGD([p], lr=0.5), scaler=DynamicLossScaler(2.0**17))
@@ -53,41 +50,8 @@ def test_a_closure_is_evaluated_once() -> None:
     assert (len(calls), p.tolist(), opt.skipped_steps) == (3, [0.5, 0.5], 2)
 
 
-class Fails(SGD):
-    """Raises at its third call, when it is told to."""
-
-    armed = False
-    calls = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.calls += self.armed
-        if self.armed and self.calls == 3:
-            raise ArithmeticError("enough")
-        return super().step(closure)
-
-
-LARGE = BUCKET // 2 + 1  # elements of a tensor beside which no other of its kind has room in a bucket
-
-
-def test_a_step_that_fails_half_way_leaves_whole_tensors() -> None:
-    params = [ones(LARGE) for _ in range(4)]
-    opt = wrap(Fails(params, lr=0.5), scaler=DynamicLossScaler(8.0, growth_interval=1))
-    opt.optimizer.armed = True
-    opt.zero_grad()
-    opt.backward(linear_loss(params, [1.0] * 4))
-    with pytest.raises(ArithmeticError, match="enough"):
-        opt.step()
-    assert [p[0].item() for p in params] == [0.5, 0.5, 1.0, 1.0]
-    assert opt.loss_scale == 16.0  # two buckets were stepped, so the gradients are used up
-    assert all(torch.isnan(m).all() for m in groups_params(opt))
-    opt.optimizer.armed = False
-    one_step(opt, params, [1.0] * 4)
-    assert [p[0].item() for p in params] == [0.0, 0.0, 0.5, 0.5]
-
-
-@by_step
 def test_hooks_of_the_wrapped_optimizer_fire_once_and_see_gradients() -> None:
-    params = [ones(LARGE) for _ in range(4)]
+    params = [ones(5) for _ in range(4)]
     inner = SGD(params, lr=0.5)
     fired: list[str] = []
     inner.register_step_pre_hook(lambda opt, args, kwargs: fired.append("pre"))
@@ -106,7 +70,6 @@ def test_hooks_of_the_wrapped_optimizer_fire_once_and_see_gradients() -> None:
     assert [p[0].item() for p in params] == [0.75] * 4
 
 
-@by_step
 def test_a_scheduler_gives_no_warning_and_its_lr_is_used() -> None:
     p = ones(2)
     inner = SGD([p], lr=0.5)
@@ -121,7 +84,6 @@ def test_a_scheduler_gives_no_warning_and_its_lr_is_used() -> None:
     assert opt.param_groups[0]["lr"] == 0.125
 
 
-@by_step
 @by_dtype
 def test_masters_beyond_the_range_are_named_and_stay_finite(
     dtype: torch.dtype, caplog: pytest.LogCaptureFixture
@@ -142,7 +104,6 @@ def test_masters_beyond_the_range_are_named_and_stay_finite(
     assert torch.isfinite(p).all()
 
 
-@by_step
 def test_memory_kept_between_steps() -> None:
     before = tensor_bytes()
     params = [nn.Parameter(torch.ones(300_000).half()) for _ in range(8)]
@@ -155,27 +116,6 @@ def test_memory_kept_between_steps() -> None:
     opt.zero_grad()
     per_parameter = bytes_kept(opt, before) / (8 * 300_000)
     assert 4.0 <= per_parameter <= 4.25, per_parameter
-
-
-def test_only_one_bucket_exists_in_fp32_during_a_step() -> None:
-    params = [nn.Parameter(torch.ones(BUCKET // 4).half()) for _ in range(10)]
-    seen = []
-
-    class Looks(SGD):
-        def step(self, closure: Any = None) -> Any:
-            alive = [m for m in everything if m.untyped_storage().nbytes() > 4]
-            seen.append((sum(m.numel() for m in alive), len({m.untyped_storage().data_ptr() for m in alive})))
-            assert all(type(m) is nn.Parameter for m in self.param_groups[0]["params"])
-            return super().step(closure)
-
-    everything: list[Any] = []
-    opt = wrap(Looks(params, lr=0.5))
-    everything += groups_params(opt)
-    seen.clear()
-    one_step(opt, params, [1.0] * 10)
-    assert [count for _, count in seen] == [1] * len(seen)
-    assert len(seen) == 3
-    assert max(numel for numel, _ in seen) <= BUCKET
 
 
 def test_repr_says_it() -> None:
@@ -195,8 +135,11 @@ class OneStepSize(SGD):
 @pytest.mark.parametrize(
     ("make", "kwargs", "match"),
     [
-        (lambda p: torch.optim.LBFGS(p), {}, r'master_weights="split": torch.optim.lbfgs.LBFGS .* needs a closure'),
-        (lambda p: OneStepSize(p, lr=0.1), {}, r"OneStepSize can't be stepped a bucket at a time: .*parameter"),
+        (lambda p: torch.optim.LBFGS(p), {}, r'closure="reevaluate" does not go with master_weights="split"'),
+        (lambda p: SGD(p, lr=0.1), {"closure": "reevaluate"}, r'closure="reevaluate" does not go with .*"full"'),
+        (lambda p: OneStepSize(p, lr=0.1), {}, r"OneStepSize is not exactly SGD, .*a registered class. Use .*\"full\""),
+        (lambda p: SGD(p, lr=0.1), {"fused_step": False}, r'the one-pass step, .*: fused_step=False. Use .*"full"'),
+        (lambda p: SGD(p, lr=0.1, differentiable=True), {}, "group 0 has differentiable=True"),
         (lambda p: SGD(p, lr=0.1), {"on_model_write": "ignore"}, r'on_model_write="ignore" does not go with'),
         (lambda p: SGD(p, lr=0.1), {"master_weights": "half"}, r"master_weights.*'half'"),
     ],
@@ -227,34 +170,6 @@ def test_tensor_subclasses_are_refused_by_name() -> None:
         wrap(inner)
 
 
-@by_step
-def test_hooks_of_all_optimizers_fire_once_a_step() -> None:
-    params = [ones(LARGE) for _ in range(4)]
-    opt = wrap(SGD(params, lr=0.5), loss_scale=1.0)
-    fired: list[str] = []
-    handles = [
-        register_optimizer_step_pre_hook(lambda opt, args, kwargs: fired.append(f"pre {type(opt).__name__}")),
-        register_optimizer_step_post_hook(lambda opt, args, kwargs: fired.append(f"post {type(opt).__name__}")),
-    ]
-    outer = "MixedPrecisionOptimizer"
-    wanted = [f"pre {outer}", "pre SGD", "post SGD", f"post {outer}"]
-    try:
-        one_step(opt, params, [1.0] * 4)
-        assert fired == wanted
-        fired.clear()
-        fused = wrap(SGD(params, lr=0.5), fused_step=True)
-        fused.optimizer.register_step_pre_hook(lambda opt, *_: opt.param_groups[0].update(differentiable=True))
-        one_step(fused, params, [1.0] * 4)
-        assert fired == wanted, "a step that falls back to buckets"
-        fired.clear()
-        SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
-        assert fired == ["pre SGD", "post SGD"], "the tables are not what they were"
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@by_step
 @pytest.mark.parametrize("mode", ["full", "split"])
 def test_what_a_pre_hook_returns_is_looked_at(mode: str) -> None:
     p = ones(2)
@@ -270,7 +185,6 @@ def test_what_a_pre_hook_returns_is_looked_at(mode: str) -> None:
     assert p.tolist() == [0.5, 0.5]
 
 
-@by_step
 def test_a_hook_that_a_step_removes_stays_removed() -> None:
     p = ones(2)
     inner = SGD([p], lr=0.5)
@@ -287,7 +201,6 @@ def test_a_hook_that_a_step_removes_stays_removed() -> None:
     assert fired == [1]
 
 
-@by_step
 def test_a_closure_that_raises_under_a_grad_scaler_comes_through() -> None:
     """A GradScaler keeps what a step may change; placeholders hold nothing to keep."""
     p = ones(3)
@@ -305,87 +218,6 @@ def test_a_closure_that_raises_under_a_grad_scaler_comes_through() -> None:
     assert p.tolist() == [0.5] * 3
 
 
-class ClipsWhenTold(SGD):
-    """Scales by the norm of all gradients where a group says so."""
-
-    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.0, together: bool = False) -> None:
-        super().__init__(params, lr=lr, momentum=momentum)
-        for group in self.param_groups:
-            group.setdefault("together", together)
-        self.defaults["together"] = together
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            if group["together"]:
-                nn.utils.clip_grad_norm_(group["params"], 0.5)
-        return super().step(closure)
-
-
-def test_groups_that_come_later_are_tested_too() -> None:
-    p, q = ones(3), ones(3)
-    opt = wrap(ClipsWhenTold([p], lr=0.5))
-    before = [dict(group) for group in opt.param_groups]
-    with pytest.raises(ValueError, match=r"ClipsWhenTold with together=True can't be stepped a bucket at a time"):
-        opt.add_param_group({"params": [q], "together": True})
-    assert [dict(group) for group in opt.param_groups] == before
-    opt.add_param_group({"params": [q], "lr": 0.25})
-    one_step(opt, [p, q], [1.0, 1.0])
-    assert (p.tolist(), q.tolist()) == ([0.5] * 3, [0.75] * 3)
-    opt.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).half())], "together": True})
-    with pytest.raises(ValueError, match="together=True"):
-        one_step(opt, [p, q], [1.0, 1.0])
-
-
-def test_the_options_that_are_refused_are_named() -> None:
-    with pytest.raises(ValueError, match=r"ClipsWhenTold with momentum=0.5, together=True can't be stepped"):
-        wrap(ClipsWhenTold([ones(3)], lr=0.5, momentum=0.5, together=True))
-
-
-class Made(AdamW):
-    """Notes how many there are: a trial makes its own."""
-
-    made = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        type(self).made += 1
-        super().__init__(*args, **kwargs)
-
-
-def test_groups_of_one_kind_are_tested_once() -> None:
-    groups = [{"params": [ones(2)], "lr": 0.1 * 0.9**k, "weight_decay": 0.01 * k} for k in range(6)]
-    made = []
-    for some in (groups[:2], groups):
-        before = Made.made
-        opt = wrap(Made([dict(group) for group in some]))
-        made.append(Made.made - before)
-    assert made[1] == made[0] > 1, "one trial without weight decay, and one with"
-    before = Made.made
-    opt.add_param_group({"params": [ones(2)], "lr": 0.5})
-    one_step(opt, list(opt.model_params()), [1.0] * 7)
-    assert Made.made == before
-    opt.add_param_group({"params": [ones(2)], "amsgrad": True})
-    assert Made.made > before
-
-
-class CountsInGroup(SGD):
-    """As schedule-free optimizers do."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group.setdefault("counted", torch.zeros(())).add_(1.0)
-        return super().step(closure)
-
-
-def test_what_a_step_writes_into_its_group_stays() -> None:
-    params = [ones(LARGE) for _ in range(4)]
-    opt = wrap(CountsInGroup([{"params": params[:3]}, {"params": params[3:]}], lr=0.5))
-    for _ in range(3):
-        one_step(opt, params, [1.0] * 4)
-    assert [(group["k"], float(group["counted"])) for group in opt.param_groups] == [(3, 3.0)] * 2
-
-
-@by_step
 def test_a_gradient_that_was_read_is_there_after_the_step() -> None:
     p = ones(2)
     opt = wrap(SGD([p], lr=0.5), loss_scale=8.0)

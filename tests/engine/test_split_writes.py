@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from engine.checks import assert_same_bits, by_step, linear_loss, normal, one_step, ones
+from engine.checks import assert_same_bits, linear_loss, normal, one_step, ones
 from engine.split_cases import by_dtype, half_sgd, masters, trained, wrap
-
-pytestmark = by_step
 
 
 @by_dtype
@@ -93,9 +91,8 @@ def test_a_thawed_parameter_without_gradient_disturbs_no_other(caplog: pytest.Lo
 
 @by_dtype
 @pytest.mark.parametrize("inner", [{"fused": True}, {}], ids=str)
-@pytest.mark.parametrize("fused_step", [False, True])
 def test_weights_that_are_laid_out_anew(
-    inner: dict[str, Any], fused_step: bool, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+    inner: dict[str, Any], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not a write; and state, gradients and masters keep one layout, without which torch's fused steps are wrong."""
     results = []
@@ -103,7 +100,7 @@ def test_weights_that_are_laid_out_anew(
         model = nn.Conv2d(4, 8, 3, bias=False).to(dtype)
         with torch.no_grad():
             model.weight.copy_(normal((8, 4, 3, 3), dtype, 3))
-        opt = wrap(AdamW(model.parameters(), lr=0.1, **inner), fused_step=fused_step)
+        opt = wrap(AdamW(model.parameters(), lr=0.1, **inner))
         with caplog.at_level(logging.WARNING):
             for k in range(5):
                 if change and k in (2, 4):
@@ -129,20 +126,19 @@ def test_a_write_that_comes_with_another_layout_is_noticed(
     assert masters(opt)[0][1, 2, 0, 0] == 9.0
 
 
-def stepped_after_loading_ties(fused_step: bool) -> tuple[Any, nn.Parameter, torch.Tensor]:
+def stepped_after_loading_ties() -> tuple[Any, nn.Parameter, torch.Tensor]:
     """A split wrapper that loaded the masters of a full one, ties among them; and the model that went with them."""
     source, (p, _) = trained("full", torch.bfloat16)
     fresh = [nn.Parameter(torch.zeros_like(q)) for q in source.model_params()]
-    opt = wrap(half_sgd(fresh), loss_scale=1.0, fused_step=fused_step)
+    opt = wrap(half_sgd(fresh), loss_scale=1.0)
     opt.load_state_dict(source.state_dict())
     assert not torch.equal(fresh[0], p), "without ties this tests little"
     return opt, fresh[0], p.detach().clone()
 
 
-@pytest.mark.parametrize("fused_step", [False, True])
-def test_going_back_to_a_loaded_models_weights_is_a_write(fused_step: bool) -> None:
+def test_going_back_to_a_loaded_models_weights_is_a_write() -> None:
     """After a step the masters are others, so the weights that went with the loaded ones are news."""
-    opt, param, weights = stepped_after_loading_ties(fused_step)
+    opt, param, weights = stepped_after_loading_ties()
     one_step(opt, list(opt.model_params()), [2.0**-4, None])
     with torch.no_grad():
         param.copy_(weights)
@@ -151,7 +147,7 @@ def test_going_back_to_a_loaded_models_weights_is_a_write(fused_step: bool) -> N
 
 
 def test_after_a_refresh_a_loaded_models_weights_are_a_write() -> None:
-    opt, param, weights = stepped_after_loading_ties(False)
+    opt, param, weights = stepped_after_loading_ties()
     with torch.no_grad():
         param.fill_(3.0)
     opt.refresh_masters()

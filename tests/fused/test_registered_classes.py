@@ -130,7 +130,7 @@ def test_a_copy_where_the_class_is_not_registered(monkeypatch: pytest.MonkeyPatc
 
 def test_a_decoupled_lion_of_the_package_is_not_taken_for_a_plain_one() -> None:
     inner = lion_of_package()([half()], lr=1e-4, weight_decay=0.1, decoupled_weight_decay=True)
-    with pytest.raises(ValueError, match="fused_step=True can't be served: Lion has decoupled_wd=True"):
+    with pytest.raises(ValueError, match=r"fused_step=True needs the one-pass step, .*: Lion has decoupled_wd=True"):
         MixedPrecisionOptimizer(inner, fused_step=True)
     assert "step: general (Lion has decoupled_wd=True" in repr(MixedPrecisionOptimizer(inner))
 
@@ -207,7 +207,7 @@ def test_certify_says_that_a_registered_class_steps_alike() -> None:
 def test_a_registered_class_is_trusted_and_another_is_not_served() -> None:
     assert "step: fused" in repr(MixedPrecisionOptimizer(Bold([half()]), fused_step=True))
     for cls, message in ((Renamed, "group 0 has no 'rate'"), (Nested, "Nested is not exactly SGD")):
-        with pytest.raises(ValueError, match=f"fused_step=True can't be served: {message}"):
+        with pytest.raises(ValueError, match=f"fused_step=True needs the one-pass step, .*: {message}"):
             MixedPrecisionOptimizer(cls([half()], lr=0.01), fused_step=True)
         assert "step: general (" in repr(MixedPrecisionOptimizer(cls([half()], lr=0.01)))
 
