@@ -30,14 +30,10 @@ class Card:
 
     Attributes:
         device: the card.
-        is_real: whether it is one: times mean something.
-        seconds: to wait for the answer of a kernel.
 
     Raises:
         NoCard: the CUDA kernels can't serve it at all.
     """
-
-    is_real = True
 
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
@@ -101,13 +97,10 @@ class Pretended:
 
     Attributes:
         device: the CPU, taken for a card inside of :meth:`serving`.
-        is_real: no.
 
     Raises:
         NoCard: there is no source tree around the package or in the present folder, or the tests' packages are missing.
     """
-
-    is_real = False
 
     def __init__(self) -> None:
         trees = PACKAGE.parent, Path.cwd()
