@@ -77,6 +77,13 @@ ROOMS = {
     "optimizer": {"kernels", "scaling", "engine", "memory", "parallel", "deltas"},
 }
 
+# What the rest of a place (a path's beginning) imports nowhere, but in the files named: tools are for a user who asks,
+# and the proof of CUDA kernels puts itself behind the hook cuda_devices.Proof.
+APART = [
+    ("", ("tools/",), {"__init__.py", "__main__.py"}),
+    ("kernels/", ("kernels/planted.py", "kernels/proof.py", "kernels/verdicts.py"), {"kernels/__init__.py"}),
+]
+
 # Private names that are not ours, and why nothing public serves. A name may be read on any object; our files may
 # define none of them but those in REDEFINED.
 FOREIGN = {
@@ -340,6 +347,16 @@ def rooms_entered_wrongly(files: Files) -> list[str]:
     return complaints
 
 
+def apart(files: Files) -> list[str]:
+    return [
+        f"{path}:{line}: imports {target}, which stands apart"
+        for place, rooms, doors in APART
+        for path, targets in imports(files).items()
+        for target, line in targets.items()
+        if target.startswith(rooms) and path.startswith(place) and not path.startswith(rooms) and path not in doors
+    ]
+
+
 def engine_out_of_order(files: Files, order: list[str]) -> list[str]:
     """Files of engine/ that are not in the list, are missing, or import one that comes later."""
     names = [path.removeprefix("engine/").removesuffix(".py") for path in files if path.startswith("engine/")]
@@ -599,6 +616,10 @@ def test_rooms_import_only_what_stands_below() -> None:
     report(rooms_entered_wrongly(FILES))
 
 
+def test_tools_and_the_proof_stand_apart() -> None:
+    report(apart(FILES))
+
+
 def test_no_files_import_each_other() -> None:
     report(circles(FILES))
 
@@ -693,6 +714,8 @@ HOUSE = {
     "engine__earlier": "class Earlier: ...",
     "engine__later": "from .earlier import Earlier\nclass Later: ...",
     "kernels__init": "from . import native",
+    "kernels__proof": "from . import native",
+    "tools__init": "from ..optimizer import MixedPrecisionOptimizer",
     "kernels__native": "import importlib\nimportlib.import_module('fp16opt._cpu')",
     "face": "from .optimizer import MixedPrecisionOptimizer",
 }
@@ -714,6 +737,7 @@ def below(files: Files) -> list[str]:
 CHECKS: list[Callable[[Files], list[str]]] = [
     in_order,
     rooms_entered_wrongly,
+    apart,
     circles,
     compiled_code,
     privacy,
@@ -756,6 +780,13 @@ BAD: list[tuple[Callable[[Files], list[str]], str, str, str]] = [
         "scaling",
         "def f():\n    from . import kernels",
         "scaling.py:2: imports kernels/__init__.py",
+    ),
+    (apart, "face", "from .tools import plan", "face.py:1: imports tools/__init__.py, which stands apart"),
+    (
+        apart,
+        "kernels__native",
+        "def f():\n    from .proof import prove",
+        "kernels/native.py:2: imports kernels/proof.py",
     ),
     (rooms_entered_wrongly, "memory", "from . import face", "memory may import ['engine'"),
     (circles, "engine__earlier", "from .later import Later", "2 files import each other"),

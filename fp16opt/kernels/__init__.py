@@ -15,7 +15,7 @@ Every function takes ``cache``, a :class:`CallCache` of the call site, to save t
 
 from __future__ import annotations
 
-from . import proof
+from . import verdicts
 from .averages import multi_tensor_lerp
 from .backends import backend
 from .calls import CallCache
@@ -75,6 +75,6 @@ __all__ = [
     "multi_tensor_split",
     "multi_tensor_unscale",
     "multi_tensor_unscale_clipped",
-    "proof",
     "same_walk",
+    "verdicts",
 ]
