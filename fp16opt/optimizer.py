@@ -464,7 +464,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _look(self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> Look:
         """What every call that needs gradients begins with: :meth:`_begin`, then a look at what there is."""
-        return self.step_state.look(self._begin(call, verifies, rounds, gives_up))
+        look = self.step_state.look(self._begin(call, verifies, rounds, gives_up))
+        return self.step_state.see(look) if self.step_state.is_to_fold else look  # so that nothing keeps what is freed
 
     @outside_inference
     def _begin(
@@ -750,7 +751,22 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if not self.step_state.is_stepping:  # else a hook has called: the step goes on with what it has found
             self._begin("zero_grad", verifies=False, gives_up=True)
+            self._count_given_up()
         self.step_state.clear(set_to_none)
+
+    def _count_given_up(self) -> None:
+        """A batch that the user has found not finite, and goes on from without a step, is a skip: the scale falls.
+
+        A limit on skips in a row is told by the next step that is skipped.
+        """
+        check = self.step_state.given_up()
+        if check is None:
+            return
+        if not self._on_host:
+            self.outcome.give_up(check)
+        elif bool(check.found_inf):
+            self._record(check, skipped=True)
+            self._log_step(check, True, raises=False)
 
     @between_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -1038,10 +1054,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Tell other ranks, and the log, of a step that is over."""
         if not self.step_state.replicas.alone:
             self.step_state.replicas.after_step(skipped, self._digest)
+        self._log_step(check, skipped)
+
+    def _log_step(self, check: Check, skipped: bool | Tensor, raises: bool = True) -> None:
         before, losses = self.outcome.before, self.outcome.losses
         self.outcome.before, self.outcome.losses = None, ()
         if before is not None:
-            self.outcome.tell(skipped, self.scaler, before, losses, check, self.params, "found_inf" in self.__dict__)
+            under = "found_inf" in self.__dict__
+            self.outcome.tell(skipped, self.scaler, before, losses, check, self.params, under, raises)
 
     # -- state to read -----------------------------------------------------------------------------------------------
 

@@ -67,6 +67,9 @@ class LossScaler(abc.ABC):
     generation: int
     """Grows by one when the scale changed or may have: lets 1/scale be cached without reading it."""
 
+    backwards: int = 0
+    """How many backwards have begun with this scaler, of any optimizer that it serves."""
+
     _scale: Tensor
 
     @property

@@ -132,6 +132,7 @@ FOREIGN = {
     "_unscale_grads_": "what torch.amp.GradScaler says a subclass overrides",
     # torch.nn and torch.distributed
     "_join_config": "of DDP: nothing public tells whether Join is on",
+    "_parameters": "of a Module, as above",
     "_buffers": "of a Module: what is replaced there needs no setattr, which a subclass may forbid",
     "_BatchNorm": "the base of all batch norms",
     "_register_state_dict_hook": "before torch 2.5 there is no public one that runs after state_dict",
@@ -154,7 +155,6 @@ FOREIGN = {
     "_forward_module": "of Fabric's module: the DDP around the model, which nothing public gives",
     "_optimizers": "of Accelerator: what was prepared",
     # Python
-    "_current_frames": "sys._current_frames: whether a step is on some thread's stack",
     "_getframe": "sys._getframe: who called",
     # apex
     "_amp_state": "the module's name in apex, which scripts import",

@@ -42,6 +42,11 @@ class Config:
             )
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
+        if self.grad_accumulation == "fp32" and not self.makes_masters:
+            raise ValueError(
+                'grad_accumulation="fp32" does not go with master_weights="none": there are no FP32 masters to '
+                'hold sums. Use master_weights="full", or grad_accumulation="model".'
+            )
         if self.closure is not None:
             check_choice("closure", self.closure, ("once", "reevaluate"))
 

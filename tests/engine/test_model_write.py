@@ -21,7 +21,7 @@ from engine.checks import (
     one_step,
     snapshot,
 )
-from fp16opt import MixedPrecisionOptimizer, StaticLossScaler
+from fp16opt import MixedPrecisionOptimizer
 
 pytestmark = by_step
 
@@ -385,75 +385,3 @@ def test_weights_loaded_before_a_plain_optimizer_checkpoint_stay() -> None:
     optimizer.load_state_dict(plain)
     assert weight.tolist() == [3.0] * 4
     assert next(optimizer.master_params()).tolist() == [3.0] * 4
-
-
-@pytest.mark.parametrize("masters", ["full", "split"])
-def test_a_log_handler_may_give_a_weight_other_memory_in_the_midst_of_a_step(masters: str) -> None:
-    """Addresses that were read before it ran do not count after it."""
-    weight = torch.nn.Parameter(torch.ones(64, dtype=torch.float16))
-    opt = MixedPrecisionOptimizer(SGD([weight], lr=0.5), master_weights=masters)
-    old: list[Tensor] = []
-
-    class Moving(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            old.append(weight.data)
-            weight.data = weight.data.clone()
-
-    one_step(opt, [weight], [0.25])
-    opt.zero_grad()
-    opt.backward(linear_loss([weight], [0.25]))
-    with torch.no_grad():
-        weight[0] = 5.0
-    handler = Moving()
-    logging.getLogger("fp16opt").addHandler(handler)
-    try:
-        opt.step()
-    finally:
-        logging.getLogger("fp16opt").removeHandler(handler)
-    assert old, "nobody warned"
-    assert float(weight[0]) == 5.0 - 0.125
-    assert float(weight[1]) == 1.0 - 2 * 0.125
-    assert float(old[0][1]) == 1.0 - 0.125
-
-
-@pytest.mark.missing_scale
-@pytest.mark.parametrize("fused", ["auto", False])
-def test_a_weight_that_a_log_handler_writes_in_the_midst_of_a_step_is_taken(fused: bool | str) -> None:
-    """The line that says that no loss scale was chosen comes between a step's first look at weights and its kernel."""
-    weight = torch.nn.Parameter(torch.ones(64, dtype=torch.float16))
-    opt = MixedPrecisionOptimizer(SGD([weight], lr=0.5), fused_step=fused)
-    old: list[Tensor] = []
-
-    class Writing(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "loss scaling" in record.getMessage():
-                old.append(weight.data)
-                weight.data = torch.full((64,), 3.0, dtype=torch.float16)
-
-    handler = Writing()
-    logging.getLogger("fp16opt").addHandler(handler)
-    try:
-        opt.backward(linear_loss([weight], [0.25]))
-        opt.step()
-    finally:
-        logging.getLogger("fp16opt").removeHandler(handler)
-    assert [weight.tolist(), old[0].tolist()] == [[3.0 - 0.125] * 64, [1.0] * 64]
-
-
-@pytest.mark.parametrize("fused", ["auto", False])
-def test_a_weight_that_a_scaler_gives_other_memory_in_the_midst_of_a_step_is_taken(fused: bool | str) -> None:
-    """A scaler of the user's own hears of norms between a step's first look at weights and its kernel."""
-    weight = torch.nn.Parameter(torch.ones(64, dtype=torch.float16))
-    old: list[Tensor] = []
-
-    class Writing(StaticLossScaler):
-        follows_norms = True
-
-        def see(self, norm: Tensor) -> None:
-            old.append(weight.data)
-            weight.data = torch.full((64,), 3.0, dtype=torch.float16)
-
-    opt = MixedPrecisionOptimizer(SGD([weight], lr=0.5), scaler=Writing(8.0), fused_step=fused)
-    opt.backward(linear_loss([weight], [0.25]))
-    opt.step()
-    assert [weight.tolist(), old[0].tolist()] == [[3.0 - 0.125] * 64, [1.0] * 64]
