@@ -50,7 +50,6 @@ from .engine.outcome import Closing, Outcome, read_at_once
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
 from .engine.progress import Progress
 from .engine.ranks import Detached, Digest, Facts
-from .engine.replaced import ReplacedParams
 from .engine.schema import is_ours
 from .engine.stage import BackwardScale, OverflowCheck, Stepping, Summed
 from .engine.state_format import convert_all
@@ -81,7 +80,6 @@ _NOT_COPIED = (
     "_stepper",
     "_guard",
     "_names",
-    "_replaced",
 )
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -240,7 +238,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
         self.way_to_scale = self._way_to_scale()
-        self._replaced = ReplacedParams(self.params.all)
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         kinds: dict[str, Callable[[], Masters]] = {
@@ -407,7 +404,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.outcome.steps_taken = counted
         for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
-        self._names, self._replaced = {}, ReplacedParams()
+        self._names = {}
         self.model_writes.count_anew()
         self._compose()
         if shared_verdict:
@@ -638,8 +635,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             parallel.explain(error, "a backward")
             raise
         self.step_state.end_backward(stamp=update_master_grads)
-        if not self.params.has_dtensors and self.step_state.found_none():  # FSDP2 may add up gradients of its own first
-            self.lines.tell(errors.NO_GRADIENTS, once=True, names=describe(self.params.names))
 
     @opaque
     @outside_inference
@@ -779,8 +774,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             LossScaleError: ``max_consecutive_skips`` steps in a row were not finite.
             RuntimeError: Gradients came by a plain ``loss.backward()`` while the scale is not 1; they were written
                 where that can't count; the model was written and ``on_model_write="error"``; parameters changed dtype,
-                shape or device; groups were changed after a check of the gradients; or, at the first step, the model
-                has other parameters by now, as after ``fully_shard``.
+                shape or device; or groups were changed after a check of the gradients.
 
         Any other exception (Ctrl-C, an error of a hook) leaves the step whole, not begun, or stepped in part with a
         warning that names the parameters: docs/engine.md.
@@ -794,10 +788,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _step_once(self, closure: EvaluatedClosure | None) -> Any:
         self._look_at_groups(rounds=False)  # the step rounds masters
         check = self._finalize(write=not self._stepper.takes_scaled())
-        self.refuse_replaced(has_grads=check is not None)
         if check is None:
             self.model_writes.write_edited()
-            self.outcome.nothing()
+            self._found_nothing()
             return None
         if self._may_lack_scale:
             self._tell_of_missing_scale()
@@ -952,11 +945,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check: OverflowCheck | None = self.step_state.finalize()
         return None if check is None else check.found_inf.clone()
 
-    def refuse_replaced(self, has_grads: bool) -> None:
-        """Raise ``RuntimeError`` where the model has other parameters, with gradients, in the place of this one's."""
-        if not self._replaced.is_over:
-            due = set(self.step_state.due()) if has_grads else set()
-            self._replaced.look([pair for pair in self.params.all if pair.position not in due], has_grads)
+    def _found_nothing(self) -> None:
+        """``step`` was called, and no parameter has a gradient."""
+        self.outcome.nothing()
+        if self.outcome.empty.is_due():
+            self.lines.tell(errors.NO_GRADIENTS, once=True, names=describe(self.params.names))
 
     # -- closures ----------------------------------------------------------------------------------------------------
 
@@ -984,8 +977,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.zero_grad()
             raise
         if evaluations.check is None:
-            self.refuse_replaced(has_grads=False)
-            self.outcome.nothing()
+            self._found_nothing()
         else:
             if self._may_lack_scale:
                 self._tell_of_missing_scale()

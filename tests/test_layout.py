@@ -35,7 +35,6 @@ ENGINE = [
     "diagnostics",
     "params",
     "attributes",
-    "replaced",
     "progress",
     "masters",
     "missing_scale",

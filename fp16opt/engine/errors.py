@@ -366,16 +366,9 @@ NOT_IN_ONE_PASS = Line(
 NO_GRADIENTS = Line(
     "no gradients",
     logging.WARNING,
-    """backward gave no gradient to any parameter of this optimizer: {names}. If the model's parameters were
-    replaced after the optimizer was made, make and wrap the optimizer anew.""",
-)
-
-OTHER_PARAMETERS = Refusal(
-    "other parameters",
-    RuntimeError,
-    """the model has other parameters by now, with gradients, in the place of {count} that this optimizer steps,
-    which have none: {names}. fully_shard, parallelize_module, to_empty and some conversions replace parameters. Make
-    the optimizer after them, over model.parameters(), and wrap it then.""",
+    """four steps in a row found no gradient of any parameter of this optimizer: {names}. Was it made before
+    fully_shard, to_empty or a new layer? These replace parameters: make the optimizer after them, over
+    model.parameters(), and wrap it then.""",
 )
 
 SUMS_WITHOUT_BACKWARD = Line(

@@ -18,6 +18,8 @@ from .params import ParamTable
 from .ranks import Origin
 from .stage import OverflowCheck
 
+_PATIENCE = 4  # steps without a gradient: one may come before any backward, or after one of another loss
+
 
 def update_scale(scaler: LossScaler, found_inf: Tensor) -> None:
     """``scaler.update(found_inf)``, in one call of compiled code where that can be. No host sync."""
@@ -84,6 +86,22 @@ class Closing:
         self.is_told = False
 
 
+class EmptySteps:
+    """Steps in a row that have found no gradient at all.
+
+    Args:
+        optimizers: how many one backward serves: their steps are counted together.
+    """
+
+    def __init__(self, optimizers: int = 1) -> None:
+        self.in_a_row = 0
+        self._sharing = optimizers
+
+    def is_due(self) -> bool:
+        """Whether the last one was the fourth, of each optimizer."""
+        return self.in_a_row == _PATIENCE * self._sharing
+
+
 class Outcome:
     """What became of the last step, and how many were skipped.
 
@@ -96,6 +114,7 @@ class Outcome:
         log: what is logged after a skip.
         steps: how many were taken or skipped, but for those that a CUDA graph has replayed.
         all_or_nothing: as it was given.
+        empty: how many steps have found no gradient, since one has.
         clipped: the norm before the last clip and its factor (float32, 0-dim).
         scale: the loss scale that the last step's gradients were made with (float32, 0-dim); None before the first.
         before, losses: for the log line of the step that is being closed: the scale before it, and its losses. None
@@ -109,6 +128,7 @@ class Outcome:
         if not all_or_nothing:
             self.log.what, self.log.advice = errors.LEFT_ALONE, errors.LOWER
         self.steps = 0
+        self.empty = EmptySteps()
         self.clipped: tuple[Tensor, Tensor] | None = None
         self.scale: Tensor | None = None
         self.before: float | None = None
@@ -166,6 +186,7 @@ class Outcome:
     def nothing(self) -> None:
         """``step`` was called and there was nothing to step. No sync."""
         self._last, self._flags = False, None
+        self.empty.in_a_row += 1
 
     def record(
         self,
@@ -188,6 +209,7 @@ class Outcome:
         Returns:
             ``skipped``, in memory that keeps its value until the next step. No host sync.
         """
+        self.empty.in_a_row = 0
         if closing.after is None:
             closing.scales = [ScaleUpdate(scaler, found) for scaler, found in check.of]
             taken = self.log.taken + (skipped is False)

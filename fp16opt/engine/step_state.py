@@ -337,15 +337,6 @@ class StepState(abc.ABC):
         elif type(stage) is Scaled and not self.replicas.local:  # those of no_sync are reduced by a later backward
             self.stage = stage._replace(stamp=GradientStamp(counted_gradients(self.params.models)))
 
-    def found_none(self) -> bool:
-        """Whether the backward that has just ended has left no gradient at all."""
-        stage = self.stage
-        if type(stage) is Scaled and stage.stamp is not None and not stage.stamp.is_empty:
-            return False
-        if type(stage) is Summed and self._is_there(self.params.masters):
-            return False
-        return not any(map(self._is_there, (self.params.models, self.params.elsewhere)))
-
     def reopen(self) -> Verdict | None:
         """SCALED again where true gradients were made, and are as they were made: for faces that make them at once.
 

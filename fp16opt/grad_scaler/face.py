@@ -613,8 +613,6 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _warn_no_gradients(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, MixedPrecisionOptimizer):
-            optimizer.refuse_replaced(has_grads=False)
         name = type(optimizer).__name__
         self._warn_once("no gradients", errors.NO_GRADIENTS_UNDER_A_GRAD_SCALER.filled(optimizer=name))
 

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..engine import errors
 from ..engine.arguments import make_scaler
-from ..engine.diagnostics import Lines, describe
 from ..engine.missing_scale import WayToScale
-from ..engine.outcome import update_scale
+from ..engine.outcome import EmptySteps, update_scale
 from ..engine.params import HALF_DTYPES
 from ..engine.stage import Ready
 from ..optimizer import MixedPrecisionOptimizer
@@ -193,7 +191,9 @@ class OptimizerGroup:
                 one.way_to_scale = way_to_scale
         others = iter(made)
         self.optimizers = [one if isinstance(one, MixedPrecisionOptimizer) else next(others) for one in optimizers]
-        self._lines = Lines()
+        together = EmptySteps(len(self.optimizers))
+        for one in self.optimizers:
+            one.outcome.empty = together
         self._used: list[MixedPrecisionOptimizer] = []  # whose gradients the present backward must not add to
 
     def _sharing(
@@ -265,9 +265,6 @@ class OptimizerGroup:
         for one in self.optimizers:
             if one not in self._used:
                 one.step_state.end_backward(stamp=True)
-        if all(one.step_state.found_none() and not one.params.has_dtensors for one in self.optimizers):
-            names = [name for one in self.optimizers for name in one.params.names]
-            self._lines.tell(errors.NO_GRADIENTS, once=True, names=describe(names))
 
     def interrupt(self) -> None:
         """The backward has raised, so gradients are incomplete."""

@@ -122,6 +122,60 @@ def test_a_step_with_nothing_to_do_is_no_skip(mode: Mode) -> None:
     assert world.opt.overflow_report() == []
 
 
+def plain(net: nn.Module, opt: MixedPrecisionOptimizer) -> None:
+    net(torch.ones(2, 4).half()).float().sum().backward()
+    opt.step()
+
+
+def by_backward(net: nn.Module, opt: MixedPrecisionOptimizer) -> None:
+    opt.backward(net(torch.ones(2, 4).half()).float().sum())
+    opt.step()
+
+
+def by_closure(net: nn.Module, opt: MixedPrecisionOptimizer) -> None:
+    def closure() -> Tensor:
+        loss = net(torch.ones(2, 4).half()).float().sum()
+        opt.backward(loss)
+        return loss
+
+    opt.step(closure)
+
+
+def by_grad_scaler(net: nn.Module, opt: MixedPrecisionOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(net(torch.ones(2, 4).half()).float().sum()).backward()
+    scaler.step(opt)
+
+
+EMPTY: dict[str, tuple[Callable[..., None], Callable[..., Any], dict[str, Any]]] = {
+    "loss.backward": (plain, torch.optim.AdamW, {}),
+    "opt.backward": (by_backward, torch.optim.AdamW, {"dynamic": True}),
+    "FP32 sums": (by_backward, torch.optim.AdamW, {"grad_accumulation": "fp32"}),
+    "released": (by_backward, torch.optim.AdamW, {"gradient_release": True, "loss_scale": 8.0}),
+    "split": (by_backward, torch.optim.AdamW, {"master_weights": "split"}),
+    "reevaluated": (by_closure, torch.optim.LBFGS, {"loss_scale": 1.0}),
+    "GradScaler": (by_grad_scaler, torch.optim.AdamW, {}),
+}
+
+
+@pytest.mark.parametrize("way", EMPTY)
+def test_the_fourth_step_in_a_row_without_a_gradient_is_logged(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As of an optimizer that was made before the model got other parameters. A step with a gradient begins anew."""
+    step, inner, options = EMPTY[way]
+    net = nn.Sequential(nn.Linear(4, 3)).half()
+    opt = MixedPrecisionOptimizer(inner(net.parameters(), lr=0.1), named_parameters=net.named_parameters(), **options)
+    replaced = nn.Sequential(nn.Linear(4, 3)).half()
+    counts = []
+    for model in (replaced, replaced, replaced, net, *[replaced] * 6):
+        opt.zero_grad()
+        step(model, opt)
+        counts.append(sum("four steps in a row" in line for line in caplog.messages))
+    assert counts == [0] * 7 + [1] * 3
+    assert opt.stats()["steps"] == 1
+    (line,) = [line for line in caplog.messages if "four steps in a row" in line]
+    assert "0.weight, 0.bias. Was it made before fully_shard, to_empty or a new layer?" in line
+
+
 @every_mode
 def test_a_backward_that_gives_no_gradient_is_no_step(mode: Mode) -> None:
     """Another model's loss: nothing is stepped or counted, and no clean step brings growth nearer."""

@@ -87,3 +87,18 @@ def test_a_backward_that_adds_to_gradients_of_an_earlier_step_raises() -> None:
             for opt in both.optimizers:
                 opt.step()
     both.optimizers[1].zero_grad()
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_steps_without_a_gradient_are_logged_where_none_of_them_had_one(
+    trained: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One may wait for its turn for long, as a discriminator that is trained later."""
+    params, strangers = weights(), weights()
+    both = together(params, loss_scale=1.0)
+    for _ in range(5):
+        backward(both, sum((p.float().sum() for p in params[:trained] + strangers), start=torch.zeros(())))
+        for opt in both.optimizers:
+            opt.step()
+            opt.zero_grad()
+    assert sum("four steps in a row found no gradient" in line for line in caplog.messages) == 1 - trained

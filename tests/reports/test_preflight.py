@@ -556,6 +556,13 @@ def an_optimizer_of_another_copy() -> Case:
     return {**case, "optimizer": AdamW(copy.deepcopy(case["model"]).parameters(), lr=1e-3)}
 
 
+def an_optimizer_made_before_a_new_layer() -> Case:
+    model = mlp(HALF)
+    opt, loss = wrapped(model, dynamic=True), loss_of(model)
+    model.fc2 = copy.deepcopy(model.fc2)
+    return {"model": model, "loss_fn": loss, "optimizer": opt}
+
+
 def a_clip_of_scaled_gradients(**options: Any) -> Case:
     model = mlp(HALF)
     opt, loss = wrapped(model, dynamic=True, **options), loss_of(model)
@@ -718,6 +725,12 @@ PLANTED: dict[Callable[[], Case], tuple[str, str, str | None, str]] = {
     a_parameter_in_no_optimizer: ("not_in_optimizer", "warning", "fc2.weight", "in no optimizer"),
     a_detached_branch: ("no_gradient", "warning", "fc1.weight", "detach()"),
     an_optimizer_of_another_copy: ("other_parameters", "error", None, "made for another model"),
+    an_optimizer_made_before_a_new_layer: (
+        "other_parameters",
+        "error",
+        None,
+        "2 of the optimizer's parameters are",
+    ),
     a_clip_of_scaled_gradients: ("clip", "error", None, "clip_grad_norm_(model.parameters(), 1.0)` (test_preflight.py"),
     a_clip_hidden_by_fp32_sums: ("clip", "error", None, "clip_master_grads(max_norm)"),
     a_clip_before_unscale: ("clip", "error", None, "scaler.unscale_(optimizer)  # before that line"),

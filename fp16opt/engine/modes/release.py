@@ -300,10 +300,6 @@ class ReleasingState(SummingState):
         """1 where parameters were stepped, and ``step`` has not counted it yet."""
         return int(bool(self._came()))
 
-    def found_none(self) -> bool:
-        """Whether the backward that has just ended has given no parameter a gradient."""
-        return not self._came()
-
     def scales_by_one(self) -> bool:
         """False: a GradScaler can't do the scaling, as parameters are stepped in backward."""
         return False
