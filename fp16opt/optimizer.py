@@ -37,7 +37,7 @@ from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
 from .engine.fused_step import FusedStep
 from .engine.gradients import Gradients
 from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
-from .engine.missing_scale import WayToScale, underflow, warn_missing_scale, without_scale
+from .engine.missing_scale import WayToScale, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.changes import Changes, require_tensors
@@ -51,7 +51,7 @@ from .engine.params import HALF_DTYPES, ParamTable, StateByParam
 from .engine.progress import Progress
 from .engine.ranks import Detached, Digest, Facts
 from .engine.schema import is_ours
-from .engine.stage import BackwardScale, OverflowCheck, Stepping, Summed
+from .engine.stage import BackwardScale, OverflowCheck, Stepping
 from .engine.state_format import convert_all
 from .engine.step_state import StepState
 from .engine.wrapped_step import (
@@ -906,9 +906,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         is_told = "found_inf" in self.__dict__ or scale.is_told  # a GradScaler's
         if not (is_told or scale.scaler.dynamic or float(scale.scale) != 1.0):
             pairs = without_scale(self.params.all)
-            lost = underflow(pairs, type(self.step_state.standing) is Summed)
             if pairs:
-                warn_missing_scale(self.lines, pairs, lost, self.way_to_scale, scale.is_plain)
+                warn_missing_scale(self.lines, pairs, self.way_to_scale, scale.is_plain)
         self._may_lack_scale = False
 
     def _way_to_scale(self) -> WayToScale:
