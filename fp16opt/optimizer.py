@@ -49,7 +49,7 @@ from .engine.modes.sums import SummingState
 from .engine.outcome import Closing, Outcome, read_at_once
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
 from .engine.progress import Progress
-from .engine.ranks import Detached, Digest, Facts
+from .engine.ranks import Digest, Facts
 from .engine.schema import is_ours
 from .engine.stage import BackwardScale, OverflowCheck, Stepping
 from .engine.state_format import convert_all
@@ -386,20 +386,19 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
         self.model_writes.require_not_swapped("a copy or pickle")
+        ranks = self.step_state.ranks
+        if ranks.within is not ranks:
+            raise RuntimeError(
+                "a copy or pickle of an optimizer that shares its verdict with a pipeline would belong to "
+                "no process group. Copy it before fp16opt.distributed.attach(opt, model, process_group=...)."
+            )
         self._finish_interrupted()
         self.model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        ranks = self.step_state.ranks
-        return {
-            **kept,
-            "_wrapped_extras": extras(self.optimizer),
-            "_steps_counted": self.steps_counted(),
-            "_shares_verdict": ranks.within is not ranks,
-        }
+        return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self.steps_counted()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         left, counted = state.pop("_wrapped_extras"), state.pop("_steps_counted")
-        shared_verdict = state.pop("_shares_verdict", False)
         self.__dict__.update(state)
         self.outcome.steps_taken = counted
         for name, value in left.items():
@@ -407,8 +406,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._names = {}
         self.model_writes.count_anew()
         self._compose()
-        if shared_verdict:
-            self.step_state.ranks = Detached(self.step_state.ranks)
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
 
