@@ -119,12 +119,7 @@ def between_hooks(step: Method) -> Method:
                 returned = framed(self, *args, **kwargs)
                 self.model_writes.write_edited()
                 return returned
-            returned = (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
-            _, of_this, _, of_all = *own_step_hooks(self), *STEP_HOOKS_OF_ALL
-            for hook in (*of_this.values(), *of_all.values()):  # one may have been registered during the step
-                hook(self, (self, *args), kwargs)
-                self.model_writes.write_edited()
-            return returned
+            return (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
         except BaseException:
             for name in ("grad_scale", "found_inf"):  # torch's GradScaler takes them back only where ``step`` returns
                 self.__dict__.pop(name, None)
