@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp16opt import MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer, StaticLossScaler
 
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -63,18 +63,22 @@ def test_a_gradient_that_does_not_fit_after_unscaling_is_an_overflow() -> None:
     assert optimizer.step_was_skipped
 
 
-def test_clip_and_two_scalers() -> None:
-    from fp16opt import StaticLossScaler
-
-    half, full, optimizer = wrapped(torch.float16, loss_scale=8.0)
+def test_gradients_are_not_summed_in_fp32() -> None:
+    half, _, optimizer = wrapped(torch.float16, loss_scale=8.0)
     optimizer.backward((half.float() * 3.0).sum())
-    optimizer.backward((half.float() * 1.0).sum() + (full * 0.0).sum(), scaler=StaticLossScaler(64.0))
-    master, _ = optimizer.master_params()
+    with pytest.raises(RuntimeError, match=r'several loss scales in one step .* master_weights="none"'):
+        optimizer.backward(half.float().sum(), scaler=StaticLossScaler(64.0))
     assert half.grad is not None
-    assert half.grad.untyped_storage().nbytes() == 0  # folded
-    assert master.grad.tolist() == [4.0] * 4
+    assert half.grad.tolist() == [24.0] * 4
+    with pytest.raises(ValueError, match='grad_accumulation="fp32" does not go with master_weights="none"'):
+        wrapped(torch.float16, grad_accumulation="fp32")
+
+
+def test_a_clip() -> None:
+    half, _, optimizer = wrapped(torch.float16, loss_scale=8.0)
+    optimizer.backward((half.float() * 4.0).sum())
     assert float(optimizer.clip_master_grads(4.0)) == 8.0
-    assert master.grad.tolist() == [2.0] * 4
+    assert next(optimizer.master_params()).grad.tolist() == [2.0] * 4
 
 
 def test_it_is_checked() -> None:

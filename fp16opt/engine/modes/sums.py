@@ -19,8 +19,8 @@ from ...scaling import LossScaler
 from .. import errors
 from ..dtensors import local, raw_grad, raw_grads, set_raw_grad
 from ..folded import is_folded
-from ..gradients import DeviceGradients, Gradients, NamingChanges, drop_gradients, judge, round_to, sparse_like
-from ..params import DeviceParams
+from ..gradients import DeviceGradients, Gradients, NamingChanges, drop_gradients, judge, sparse_like
+from ..params import HALF_DTYPES, DeviceParams
 from ..stage import BackwardScale, Summed, Unscaled
 from ..stamps import GradientStamp
 from ..step_state import Grads, StepState, are_zero
@@ -44,6 +44,11 @@ class SummingState(StepState):
     def _start_summing(self, stage: Any, grads: Grads) -> Summed:
         """A second scaler joins in: what there is becomes the first sum."""
         self._check_can_sum()
+        if any(pair.has_master and pair.master.dtype in HALF_DTYPES for pair in self.params.all):
+            raise RuntimeError(
+                'several loss scales in one step are added up in FP32, and master_weights="none" has no place for it. '
+                "Use one scaler a step, or masters."
+            )
         if type(stage) is Unscaled:
             self._check_reduced()
             found = tuple((scaler, one.clone()) for scaler, one in stage.verdict.found)
@@ -222,18 +227,15 @@ def _fold(each: DeviceGradients, inv_scale: Tensor) -> None:
         if grad is None:
             continue
         sum_ = before[row]
-        if row in each.halves:
-            outs[row] = torch.empty_like(grad, dtype=torch.float32)
-        else:
-            places[row] = sum_ if sum_ is not None and sum_.layout is torch.strided else each.room(row)
-            outs[row] = local(places[row])  # type: ignore[arg-type]
+        places[row] = sum_ if sum_ is not None and sum_.layout is torch.strided else each.room(row)
+        outs[row] = local(places[row])  # type: ignore[arg-type]
     for row, grad in waiting.sparse.items():
         ins[row] = grad._values()
         outs[row] = torch.empty_like(grad._values(), dtype=each.wide_dtype(row))
     adds = [place is not None and place is before[row] for row, place in enumerate(places)]
     if any([grad is not None for grad in ins]):  # noqa: C419
         kernels.multi_tensor_unscale(ins, outs, inv_scale, each.stats, accumulate=adds if any(adds) else False)
-    if _store(each, waiting.sparse, ins, outs, places, before):
+    if _store(each, waiting.sparse, outs, places, before):
         flags = each.stats.nonfinite.clone()
         judge(each.true_ones()[0], each.stats, each.one)
         each.stats.nonfinite.copy_(flags)
@@ -243,7 +245,6 @@ def _fold(each: DeviceGradients, inv_scale: Tensor) -> None:
 def _store(
     each: DeviceGradients,
     sparse: dict[int, Tensor],
-    ins: list[Tensor | None],
     outs: list[Tensor | None],
     places: list[Tensor | None],
     before: list[Tensor | None],
@@ -254,10 +255,6 @@ def _store(
         made, sum_, out = places[row], before[row], outs[row]
         if row in sparse and out is not None:
             made = sparse_like(sparse[row], out.to(master.dtype))
-        elif row in each.halves and ins[row] is not None:
-            made = torch.empty_like(each.masters[row], requires_grad=False)
-            wide: list[Tensor | None] = [outs[row] if k == row else None for k in range(len(outs))]
-            round_to(wide, [made if k == row else None for k in range(len(outs))], each.stats)
         if made is None:
             continue
         if sum_ is not None and made is not sum_:
