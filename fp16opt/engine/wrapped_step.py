@@ -347,17 +347,11 @@ def run_step(
         if found_inf is not None:
             around.enter_context(found_inf_given(optimizer, found_inf, progress))
         returned: deque[Any] = deque(maxlen=1) if part is None else part.returned
-        try:
-            if closure is None:
-                step = _without_frame(optimizer) or operator.methodcaller("step")
-            else:
-                step = operator.methodcaller("step", closure)
-            returned.extend(map(step, [optimizer]))  # one call of C runs it and notes its return
-        except RuntimeError as error:
-            explained = _explained(error, optimizer)
-            if explained is error:
-                raise
-            raise explained from error
+        if closure is None:
+            step = _without_frame(optimizer) or operator.methodcaller("step")
+        else:
+            step = operator.methodcaller("step", closure)
+        returned.extend(map(step, [optimizer]))  # one call of C runs it and notes its return
         return returned[-1]
 
 
@@ -390,18 +384,6 @@ def _without_frame(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
         return None
     own: Callable[[Optimizer], Any] = framed.__wrapped__  # type: ignore[attr-defined]
     return own
-
-
-def _explained(error: BaseException, optimizer: Optimizer) -> BaseException:
-    """What a step raised; in other words where it asked for the graph of gradients, which those of masters lack."""
-    if not (isinstance(error, RuntimeError) and "grad_fn" in str(error)):
-        return error
-    name = type(optimizer).__name__
-    return RuntimeError(
-        f"{name}.step() differentiates its gradients a second time ({str(error).rstrip('.')}). Gradients of masters "
-        f"are unscaled copies of the model's, without a graph, also after backward(loss, create_graph=True). Use "
-        f"{name} unwrapped, on FP32 weights."
-    )
 
 
 @contextlib.contextmanager
