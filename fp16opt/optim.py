@@ -68,9 +68,11 @@ class _ByClass(MixedPrecisionOptimizer):
         self._follow()
         return super().param_groups
 
-    def _look_at_groups(self, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> bool:
+    def _begin(
+        self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False
+    ) -> tuple[Any, ...] | None:
         self._follow()
-        return super()._look_at_groups(verifies, rounds, gives_up)
+        return super()._begin(call, verifies, rounds, gives_up)
 
     def _follow(self) -> None:
         if not self.steps_counted() and self._was_converted() and not self.skipped_steps:  # the last one syncs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -35,7 +34,8 @@ from .engine.diagnostics import (
 from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec
 from .engine.fused_step import FusedStep
-from .engine.gradients import Gradients
+from .engine.gradients import StepState
+from .engine.look import Look
 from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
 from .engine.missing_scale import WayToScale, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
@@ -46,14 +46,15 @@ from .engine.modes.compatibility import check_groups, check_new_group, check_opt
 from .engine.modes.release import PerParameterStepper, ReleasedStep, ReleasingState
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
-from .engine.outcome import Closing, Outcome, read_at_once
+from .engine.outcome import Outcome, read_at_once
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
-from .engine.progress import Progress
+from .engine.passes import Gradients
 from .engine.ranks import Digest, Facts
 from .engine.schema import is_ours
-from .engine.stage import BackwardScale, OverflowCheck, Stepping
+from .engine.stage import BackwardScale, Check, Ready, ScaledBy
 from .engine.state_format import convert_all
-from .engine.step_state import StepState
+from .engine.step import Step
+from .engine.true_gradients import TrueGradients
 from .engine.wrapped_step import (
     HOOKS,
     STEP_HOOKS_OF_ALL,
@@ -76,6 +77,7 @@ _NOT_COPIED = (
     "step",
     "gradients",
     "step_state",
+    "_true_gradients",
     "_state_format",
     "_stepper",
     "_guard",
@@ -278,7 +280,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         else:
             self.step_state = SummingState(*parts)
             self._stepper = self._make_stepper()
-        own_masters(self.params, self.step_state, self.masters.mixed_in)
+        self._true_gradients = TrueGradients(self.step_state)
+        own_masters(self.params, self._true_gradients, self.masters.mixed_in)
 
     def _make_stepper(self) -> Stepper:
         parts = self.params, self.masters, self.step_state
@@ -286,7 +289,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             require_fused_spec(type(self.inner))
         spec = fused_spec_for(type(self.inner)) if self.fused_step else None
         why = no_fused_step(type(self.inner)) if self.fused_step else "fused_step=False"
-        general = WrappedStep(self.optimizer, *parts, why, self.inner)
+        general = WrappedStep(self.optimizer, self.params, self.masters, why, self.inner)
         if spec is None:
             return general
         form = self._state_format, self.config.required_by, self.outcome.number
@@ -316,7 +319,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         A parameter that is frozen and has never had a gradient stands there itself.
         """
         if self._is_behind():
-            self._look_at_groups()
+            self._begin("param_groups")
         return self.optimizer.param_groups
 
     @property
@@ -347,7 +350,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
-        return self.outcome.steps_taken + self.step_state.steps_ahead()
+        return self.outcome.steps_taken + self.step_state.ahead
 
     def __repr__(self) -> str:
         inner = repr(self.optimizer).replace("\n", "\n  ")
@@ -387,7 +390,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 "a copy or pickle of an optimizer that shares its verdict with a pipeline would belong to "
                 "no process group. Copy it before fp16opt.distributed.attach(opt, model, process_group=...)."
             )
-        self._finish_interrupted()
+        self.settle("copy.deepcopy or pickle")
         self.model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
         return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self.steps_counted()}
@@ -415,7 +418,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             RuntimeError: Gradients of the coming step were checked already. Nothing is changed then.
         """
         parallel.refuse_on_zero(self.optimizer, "add_param_group", "Add groups to it before it is wrapped.")
-        self._look_at_groups()
+        self._begin("add_param_group")
         self.step_state.require_open(strictly=True)
         group, params, names = open_group(param_group)
         number = len(self.optimizer.param_groups)
@@ -425,65 +428,64 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_new_group(self.config, self.optimizer, new, number, names)
         self.optimizer.add_param_group(group)
         self._names = names
-        self._look_at_groups()
+        self._begin("add_param_group")
 
     # -- the look with which every call begins ----------------------------------------------------------------------
 
     def _is_behind(self) -> bool:
         """Whether what is known is not what the groups hold, or a step was interrupted."""
-        if type(self.step_state.stage) is Stepping:
-            return not self._is_stepping()
+        if self.step_state.step is not None:
+            return not self.step_state.is_stepping
         if self.params.has_changed(self.inner.param_groups):
             return not self.step_state.holds_groups()  # then the next call raises
         return self.params.thawed()
 
-    def _is_stepping(self) -> bool:
-        """Whether a step of this optimizer is under way, in any thread: a hook has called, or another thread has."""
-        frames = list(sys._current_frames().values())
-        while frames:
-            frame = frames.pop()
-            if frame.f_code is _STEP_CODE and frame.f_locals.get("self") is self:
-                return True
-            if frame.f_back is not None:
-                frames.append(frame.f_back)
-        return False
-
-    def _finish_interrupted(self) -> None:
-        """Finish a step that an exception has stopped, if the last one was."""
-        if type(self.step_state.stage) is Stepping and not self._is_stepping():
-            self._finish_step()
-
     @outside_inference
-    def _look_at_groups(self, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> bool:
-        """What every call begins with: finish an interrupted step, follow the groups, write edited masters.
+    def settle(self, call: str) -> None:
+        """Finish a step that an exception has stopped, and whose own ``except`` was cut too.
 
         Args:
+            call: what the user has called, in words.
+
+        Raises:
+            RuntimeError: a step of this optimizer is under way: a hook has called, a signal handler or another thread.
+        """
+        if self.step_state.is_stepping:
+            raise errors.WITHIN_A_STEP(call=call)
+        self._finish_step()
+
+    def _look(self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> Look:
+        """What every call that needs gradients begins with: :meth:`_begin`, then a look at what there is."""
+        return self.step_state.look(self._begin(call, verifies, rounds, gives_up))
+
+    @outside_inference
+    def _begin(
+        self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False
+    ) -> tuple[Any, ...] | None:
+        """What every call begins with: finish a stopped step, follow the groups, write edited masters.
+
+        Args:
+            call: what the user has called, in words.
             verifies: look whether a known parameter was moved or converted. A backward leaves that to the check.
             rounds: write masters that the user has written to the model. Not while a graph of it is alive.
             gives_up: the call ends the present step: groups may change.
 
         Returns:
-            False while a step is under way: a hook has called. Nothing is done then.
+            What was read of the weights, where the call verifies them and writes none.
 
         Raises:
-            RuntimeError: the model's weights are swapped; a parameter's dtype, shape or device was changed; or
-                parameters came or went between a check and its step.
+            RuntimeError: it is called within a step; the model's weights are swapped; a parameter's dtype, shape or
+                device was changed; or parameters came or went between a check and its step.
             TypeError, ValueError: a parameter can't be served. Nothing is changed then.
         """
-        if type(self.step_state.stage) is Stepping:
-            if self._is_stepping():
-                return False
-            self._finish_step()
+        self.settle(call)
         if self.model_writes.swapped:
             self.model_writes.require_not_swapped(type(self).__name__)
-        if verifies:
-            self.params.verify_moved()
-        groups = self.inner.param_groups
-        has_changed = self.params.has_changed(groups)
-        if has_changed:
+        weights = self.params.verify_moved() if verifies else None
+        groups, generation = self.inner.param_groups, self.params.generation
+        if self.params.has_changed(groups):
             self.params.put_masters_back(groups)
-            has_changed = self.params.has_changed(groups)
-        if has_changed:
+        if self.params.has_changed(groups):
             self._follow_groups(groups, gives_up)
         elif self.params.unmastered and self.params.thawed():
             came_from = [n if pair.has_master else None for n, pair in enumerate(self.params.all)]
@@ -492,7 +494,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._params_changed(came_from, is_thaw=True)
         if rounds:
             self.model_writes.write_edited()
-        return True
+        return None if rounds or generation != self.params.generation else weights
 
     def _follow_groups(self, groups: list[dict[str, Any]], gives_up: bool) -> None:
         """Parameters were added, removed, replaced or reordered."""
@@ -520,7 +522,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._changes.follow_params()
         self.model_writes.follow_params()
         self.step_state.follow_params(came_from, is_thaw)
-        own_masters(self.params, self.step_state, self.masters.mixed_in)
+        own_masters(self.params, self._true_gradients, self.masters.mixed_in)
         if self.params.has_dtensors:  # ask anew who must hear of overflows and norms
             facts = _weakly(weakref.ref(self), MixedPrecisionOptimizer._facts, Facts([], []))
             asked = functools.partial(parallel.ranks_of, self.optimizer, self.params, self._names, facts, lambda: None)
@@ -539,7 +541,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         switch = getattr(self.inner, name, None)
         if callable(switch):
             parallel.refuse_on_zero(self.optimizer, f"{name}()", "Use FSDP2, or an optimizer without it.")
-            self._look_at_groups()
+            self._begin(f"{name}()")
             self.model_writes.sync()
             with self._guard.open(), self.masters.at_hand(self.params):
                 switch()
@@ -573,10 +575,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _scaled(self, loss: Tensor, scaler: LossScaler | None, may_clear: bool = False) -> Tensor:
         """:meth:`scale_loss` of what was checked."""
-        self._look_at_groups(verifies=False, rounds=False)
+        look = self._look("scale_loss" if may_clear else "backward", verifies=False, rounds=False)
         told = loss.detach() if loss.numel() == 1 else None  # a skip's log line says whether it was finite
         scale: BackwardScale = self.step_state.begin_backward(
-            self.scaler if scaler is None else scaler, may_clear, told
+            look, self.scaler if scaler is None else scaler, may_clear, told
         )
         return loss.float() * scale.scale.to(loss.device)
 
@@ -641,8 +643,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             RuntimeError: A parameter's dtype, shape or device was changed; a backward was interrupted; the gradients
                 were made under DDP's ``no_sync``; a GradScaler has unscaled them; or ``gradient_release=True``.
         """
-        if self._look_at_groups():
-            self.step_state.update()
+        self.step_state.update(self._look("update_master_grads"))
 
     @opaque
     @outside_inference
@@ -681,9 +682,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         norm_type = check_number("norm_type", norm_type, above_zero=True)
         if not self.step_state.ranks.alone:
             self.step_state.ranks.check_clip(norm_type, params is None)
-        self._look_at_groups(verifies=False)  # the step looks
+        look = self._look("clip_master_grads", verifies=False)  # the step looks at weights
         of = None if params is None else self.params.chosen(params)
-        check: OverflowCheck | None = self.step_state.finalize(norm_type=norm_type, of=of, max_norm=max_norm)
+        check: Check | None = self.step_state.finalize(look, norm_type=norm_type, of=of, max_norm=max_norm)
         norm = None if check is None else check.norm
         if check is None or norm is None:
             return torch.zeros((), dtype=torch.float32, device=self.device)
@@ -694,7 +695,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             )
         norm_before, factor = self.outcome.clipped = backends.decide_clip(norm, check.found_inf, max_norm)
         # Elsewhere the kernel looks, and the host does not wait.
-        self.step_state.clip(factor, of, is_one=self._on_host and factor.item() == 1.0)
+        self.step_state.clip(look, factor, of, is_one=self._on_host and factor.item() == 1.0)
         return norm_before
 
     @opaque
@@ -723,11 +724,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             tensor([ 0.2500, -0.5000])
         """
         max_value = check_number("max_value", max_value)
-        self._look_at_groups()
+        look = self._look("clip_master_values")
         of = None if params is None else self.params.chosen(params)
-        check: OverflowCheck | None = self.step_state.finalize(write=True)
+        check: Check | None = self.step_state.finalize(look, write=True)
         if check is not None:
-            self.step_state.clip_values(max_value, check.found_inf, of)
+            self.gradients.clip_values(max_value, check.found_inf, of)
+            self.step_state.close(is_measured=False)
 
     @opaque
     @outside_inference
@@ -738,7 +740,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             set_to_none: Set the model's ``.grad`` to None, and not to zeros. Masters' are None in either case; the
                 engine keeps their memory for the next step.
         """
-        self._look_at_groups(verifies=False, gives_up=True)
+        if not self.step_state.is_stepping:  # else a hook has called: the step goes on with what it has found
+            self._begin("zero_grad", verifies=False, gives_up=True)
         self.step_state.clear(set_to_none)
 
     @between_hooks
@@ -768,8 +771,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 where that can't count; the model was written and ``on_model_write="error"``; parameters changed dtype,
                 shape or device; or groups were changed after a check of the gradients.
 
-        Any other exception (Ctrl-C, an error of a hook) leaves the step whole, not begun, or stepped in part with a
-        warning that names the parameters: docs/engine.md.
+        Any other exception (Ctrl-C, an error of a hook) leaves everything as it was, a whole step, or one that counts
+        as taken and of which a warning says that it was stopped in the middle: docs/engine.md. Within the step other
+        calls of this optimizer raise; what a closure calls is its own.
 
         Syncs: not on the CPU or where the step skips on the device itself (torch's fused ones, and CUDA's
         one-pass steps); once elsewhere, where the decision is taken. Where such a step is numbered, as with 8 bits of
@@ -778,128 +782,118 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return self._step_once(None) if closure is None else self._step_with(closure)
 
     def _step_once(self, closure: EvaluatedClosure | None) -> Any:
-        self._look_at_groups(rounds=False)  # the step rounds masters
-        check = self._finalize(write=not self._stepper.takes_scaled())
+        with self.lines.held():  # a handler is code of the user's, which may write weights
+            look = self._look("step", rounds=False)  # the step rounds masters
+            return self._run_step(lambda step: self._take_step(step, look, closure))
+
+    def _run_step(self, take: Callable[[Step], Any]) -> Any:
+        """One step from its beginning to its end: ``take`` makes it, and sets its marks."""
+        step = Step(self.outcome.counts)
+        try:
+            self.step_state.step = step
+            result = take(step)
+            self.step_state.step = None
+        except BaseException:
+            step.runs = False  # a plain store: from here on the next call finishes it, if an exception stops this too
+            self._finish_step()
+            raise
+        if step.check is not None:
+            self._after_step(step.check, self.outcome.last)
+        return result
+
+    def _take_step(self, step: Step, look: Look, closure: EvaluatedClosure | None) -> Any:
+        """Check, decide, step or skip, count."""
+        check = self._finalize(look, write=not self._stepper.takes_scaled())
         if check is None:
             self.model_writes.write_edited()
             self._found_nothing()
             return None
         if self._may_lack_scale:
             self._tell_of_missing_scale()
-        skipped, awaited = self._decide(check)
+        skipped, step.awaited = self._decide(look, check)
         if skipped is not True:
-            self.model_writes.sync(waits=self._on_host, seen=self.params.sees())
+            self.model_writes.sync(self._on_host, look.weights)
             if closure is not None:
                 closure.before_step()
-        return self._write_step(check, skipped, closure, awaited)
-
-    def _write_step(
-        self,
-        check: OverflowCheck,
-        skipped: bool | Tensor,
-        closure: EvaluatedClosure | None,
-        awaited: kernels.AwaitedFlag | None,
-    ) -> Any:
-        """Step, or skip, and close the step. An exception from here on leaves it to :meth:`_finish_step`."""
+        step.check, step.skipped = check, skipped
         result = None
-        try:
-            progress = self.step_state.begin_step(check, skipped, awaited)
-            if skipped is True:
-                note_step(self.optimizer)
-            else:
-                found_inf = None if skipped is False else check.found_inf
-                result = self._stepper.step(progress, found_inf, closure)
-            progress.is_whole = True
-            self._close_step(rounded_all=self._stepper.rounded_all)
-        except BaseException:
-            self._finish_step()
-            raise
-        self._after_step(check, self.outcome.last)
+        if skipped is True:
+            note_step(self.optimizer)
+        else:
+            found_inf = None if skipped is False else check.found_inf
+            result = self._stepper.step(step, look, found_inf, closure)
+        step.all_written = True
+        self._close_step(step, check, self._stepper.rounded_all)
         return result
 
-    def _close_step(self, rounded_all: bool) -> None:
-        """Masters and model agree; the step is counted, scalers follow, READY. What was done is not done again."""
-        stepping = self.step_state.stage
-        if stepping.skipped is True:
+    def _close_step(self, step: Step, check: Check, rounded_all: bool) -> None:
+        """Masters and model agree; the step is counted, scalers follow, READY."""
+        if step.skipped is True:
             self.model_writes.write_edited()
         else:
             self.model_writes.agree(rounded_all, self._on_host)
-        awaited = stepping.progress.awaited
-        self._record(stepping.check, stepping.skipped if awaited is None else awaited.read())
+        self._record(check, step.skipped if step.awaited is None else step.awaited.read())
 
     def _finish_step(self) -> None:
-        """An exception has stopped a step: finish it, or find that nothing was written.
+        """Finish a step that an exception has stopped, if there is one; where nothing was written all is as it was.
 
-        Masters are the truth; the model follows them, and the engine's own writes are known as such. Counts and scalers
-        go on from what was taken.
+        Else masters are the truth, the model follows them, the engine's writes are known as its own, and the step is
+        counted. Which parameters were stepped isn't known.
         """
-        stepping = self.step_state.stage
-        if type(stepping) is not Stepping:
+        state, step = self.step_state, self.step_state.step
+        if step is None:
             return
-        progress: Progress = stepping.progress
         self._guard.shut()
-        progress.put_back()
-        own_masters(self.params, self.step_state, self.masters.mixed_in)
-        if stepping.skipped is not True and not progress.has_begun():
-            self.step_state.stop_step()
-            self.model_writes.write_edited()
+        step.undo()
+        own_masters(self.params, self._true_gradients, self.masters.mixed_in)
+        if step.check is None or not (step.about_to_write or step.all_written):
+            state.stop_step()
+            state.step = None
             return
-        progress.finish()
-        self.masters.ties.clear()
-        if progress.awaited is None or not progress.awaited.read():  # else the device has skipped what was launched
-            self._tell_of_part(progress)
-        with torch.no_grad():
-            if stepping.skipped is not True:
-                self._round_down()
-            self._close_step(rounded_all=True)
+        is_whole = step.all_written or (step.awaited is not None and step.awaited.read())  # the device has skipped it
+        if not step.is_counted:
+            self.masters.ties.clear()
+            with torch.no_grad():
+                if step.skipped is not True:
+                    self._round_down()
+                self._close_step(step, step.check, rounded_all=True)
+        elif type(state.stage) is not Ready:  # a scaler may have been stopped
+            is_whole = False
+            state.reset()
+        state.step = None
+        if not is_whole:
+            self.lines.tell(errors.STEP_STOPPED)
 
-    def _tell_of_part(self, progress: Progress) -> None:
-        """Say by name, once, where a step was taken in part."""
-        due = self.step_state.due()
-        stepped = set(due if progress.is_whole else progress.stepped()) & set(due)
-        left = [at for at in due if at not in stepped]
-        if progress.was_cut():
-            self.lines.tell(
-                errors.STEP_CUT,
-                optimizer=type(self.inner).__name__,
-                stepped=self._named(stepped),
-                left=self._named(left),
-            )
-        elif stepped and left:
-            self.lines.tell(errors.STEP_IN_PART, stepped=self._named(stepped), left=self._named(left))
-
-    def _named(self, positions: Iterable[int]) -> str:
-        return describe([self.params.names[position] for position in sorted(positions)])
-
-    def _finalize(self, write: bool) -> OverflowCheck | None:
+    def _finalize(self, look: Look, write: bool) -> Check | None:
         """The check of the gradients as they are now; under a GradScaler, by torch's protocol."""
         if "found_inf" in self.__dict__:
-            return self._finalize_under_grad_scaler(write)
-        check: OverflowCheck | None = self.step_state.finalize(write)
-        if check is not None and self.grad_accumulation == "fp32" and not self.step_state.is_own():
+            return self._finalize_under_grad_scaler(look, write)
+        check: Check | None = self.step_state.finalize(look, write)
+        if check is not None and self.grad_accumulation == "fp32" and not self.step_state.is_own:
             self.lines.tell(errors.SUMS_WITHOUT_BACKWARD, once=True)
         return check
 
-    def _finalize_under_grad_scaler(self, write: bool) -> OverflowCheck | None:
+    def _finalize_under_grad_scaler(self, look: Look, write: bool) -> Check | None:
         """A GradScaler has set ``found_inf``, and ``grad_scale``: what gradients must still be divided by, or None."""
         state, flag, grad_scale = self.step_state, self.__dict__["found_inf"], self.__dict__.get("grad_scale")
         self.check_external_scale()
         if grad_scale is not None:
-            state.unscale_external(grad_scale.to(self.device).double().reciprocal().float().reshape(()), in_step=True)
-        check: OverflowCheck | None = state.finalize(write)
+            inv_scale = grad_scale.to(self.device).double().reciprocal().float().reshape(())
+            state.tell(look, inv_scale, ScaledBy.TOLD_IN_STEP)
+        check: Check | None = state.finalize(look, write)
         if check is None or not isinstance(flag, Tensor):
             return check
         found = torch.maximum(check.found_inf, flag.to(self.device).reshape(()).clamp(max=1.0))
-        return OverflowCheck(found, [(scaler, found) for scaler, _ in check.of], check.norm)
+        return check._replace(found=tuple((scaler, found) for scaler, _ in check.found))
 
     def _tell_of_missing_scale(self) -> None:
         """Warn where FP16 weights are about to be stepped without a loss scale, and none was chosen. Syncs."""
-        scale = self.step_state.standing.scale
-        is_told = "found_inf" in self.__dict__ or scale.is_told  # a GradScaler's
+        scale = self.step_state.stage.scale
+        is_told = "found_inf" in self.__dict__ or scale.by.is_told  # a GradScaler's
         if not (is_told or scale.scaler.dynamic or float(scale.scale) != 1.0):
             pairs = without_scale(self.params.all)
             if pairs:
-                warn_missing_scale(self.lines, pairs, self.way_to_scale, scale.is_plain)
+                warn_missing_scale(self.lines, pairs, self.way_to_scale, not self.step_state.is_own)
         self._may_lack_scale = False
 
     def _way_to_scale(self) -> WayToScale:
@@ -909,8 +903,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def check_external_scale(self) -> None:
         """Raise ``RuntimeError`` where a GradScaler can't be the one that scales, with both ways out."""
         state = self.step_state
-        made_here = state.is_own()
-        if state.scales_by_one() and not made_here:
+        made_here = state.is_own
+        if state.is_one() and not made_here:
             return
         refusal = errors.SCALED_HERE_AND_THERE if made_here else errors.TWO_SCALES
         raise refusal(scale=self.loss_scale)
@@ -930,10 +924,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Raises:
             RuntimeError: This optimizer has a scale of its own.
         """
-        self._look_at_groups()
+        look = self._look("unscale_")
         self.check_external_scale()
-        self.step_state.unscale_external(inv_scale)
-        check: OverflowCheck | None = self.step_state.finalize()
+        self.step_state.tell(look, inv_scale, ScaledBy.TOLD)
+        check: Check | None = self.step_state.finalize(look)
         return None if check is None else check.found_inf.clone()
 
     def _found_nothing(self) -> None:
@@ -959,28 +953,33 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return self._step_reevaluating(closure)
 
     def _step_reevaluating(self, closure: Callable[[], Any]) -> Any:
-        self._look_at_groups()
+        self._begin("step")
         self.model_writes.sync()
         evaluations = MasterReevaluations(closure, self._round_all, self.step_state)
-        try:
-            stepped = evaluations.step_masters(self.optimizer)
-        except BaseException:
-            self.zero_grad()
-            raise
-        if evaluations.check is None:
-            self._found_nothing()
-        else:
-            if self._may_lack_scale:
-                self._tell_of_missing_scale()
-            self._record(evaluations.check, skipped=not stepped)
-            self._after_step(evaluations.check, not stepped)
+        stepped: bool = self._run_step(lambda step: self._reevaluate(step, evaluations))
         if not stepped:
             self.zero_grad()
         return evaluations.returned if stepped else evaluations.loss
 
+    def _reevaluate(self, step: Step, evaluations: MasterReevaluations) -> bool:
+        try:
+            stepped = evaluations.step_masters(self.optimizer)
+        except BaseException:
+            self.step_state.step = None  # all is put back
+            self.zero_grad()
+            raise
+        if evaluations.check is None:
+            self._found_nothing()
+            return stepped
+        step.check, step.skipped, step.all_written = evaluations.check, not stepped, True
+        if self._may_lack_scale:
+            self._tell_of_missing_scale()
+        self._record(step.check, step.skipped)
+        return stepped
+
     # -- the end of a step -------------------------------------------------------------------------------------------
 
-    def _decide(self, check: OverflowCheck) -> tuple[bool | Tensor, kernels.AwaitedFlag | None]:
+    def _decide(self, look: Look, check: Check) -> tuple[bool | Tensor, kernels.AwaitedFlag | None]:
         """(whether the step is skipped: decided, or the device's flag; that flag on its way to a host that awaits it).
 
         A step whose flag is on its way is queued before the host waits. The host decides before the step where one that
@@ -991,7 +990,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             is_known = self._on_host or self._must_know(check)
             awaited = kernels.AwaitedFlag(check.found_inf) if is_known else None
             return check.found_inf, awaited
-        if self._on_host or self.inner is not self.optimizer or not self._stepper.skips_on_device():
+        if self._on_host or self.inner is not self.optimizer or not self._stepper.skips_on_device(look):
             return bool(check.found_inf), None
         if not self._must_know(check):
             return check.found_inf, None
@@ -1000,37 +999,33 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return bool(check.found_inf), None
         return check.found_inf, kernels.AwaitedFlag(check.found_inf)
 
-    def _must_know(self, check: OverflowCheck) -> bool:
+    def _must_know(self, check: Check) -> bool:
         """Whether the host has to know at the end of the step whether it was skipped."""
         return bool(
             self._stepper.counts_steps()
             or self.step_state.replicas.needs_decision
-            or any(scaler.max_consecutive_skips is not None for scaler, _ in check.of)
+            or any(scaler.max_consecutive_skips is not None for scaler, _ in check.found)
         )
 
-    def _record(self, check: OverflowCheck, skipped: bool | Tensor) -> None:
-        """Count the step, update the scalers, go to READY. Of one step, after an exception, it may be asked again.
+    def _record(self, check: Check, skipped: bool | Tensor) -> None:
+        """Count the step, update the scalers, go to READY. A batch that is given up may count as one too.
 
         The scale moves here, after the step: gradients were divided by the one that they were multiplied with.
         """
         state = self.step_state
-        stage = state.stage
-        closing = Closing()
-        if type(stage) is Stepping:
-            closing = stage.progress.closing = stage.progress.closing or closing
-        if not closing.is_told:
-            closing.is_told = True
-            is_told = skipped is True or (skipped is False and self.outcome.log.awaits_step)
-            self.outcome.before = float(self.scaler.scale) if is_told else None
-            self.outcome.losses = state.losses if is_told else ()
-            self.outcome.origin = state.origin if skipped is True else None
+        is_told = skipped is True or (skipped is False and self.outcome.log.awaits_step)
+        self.outcome.before = float(self.scaler.scale) if is_told else None
+        self.outcome.losses = state.losses if is_told else ()
+        numbers = check.origin if skipped is True else None
+        self.outcome.origin = None if numbers is None else state.ranks.origin(numbers)
         if state.scale is not None:
             self.outcome.scale = state.scale.scale
-        flags = [] if skipped is False else state.flags()
-        self.outcome.record(check, skipped, flags, self.gradients.stats, closing)
+        flags = [] if skipped is False else self.gradients.flags()
+        step = state.step or Step(self.outcome.counts)
+        self.outcome.record(check, skipped, flags, self.gradients.stats, step)
         state.reset()
 
-    def _after_step(self, check: OverflowCheck, skipped: bool | Tensor) -> None:
+    def _after_step(self, check: Check, skipped: bool | Tensor) -> None:
         """Tell other ranks, and the log, of a step that is over."""
         if not self.step_state.replicas.alone:
             self.step_state.replicas.after_step(skipped, self._digest)
@@ -1048,7 +1043,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self._finish_interrupted()
+        self.settle("loss_scale = ...")
         if self.step_state.waits_for_step():
             raise errors.SCALE_SET()
         with naming_loss_scale():
@@ -1127,7 +1122,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Those of FP32 and FP64 parameters lie on the weights' memory. A parameter that is frozen and has never had a
         gradient stands there itself.
         """
-        self._look_at_groups(rounds=False)
+        if not self.step_state.is_stepping:
+            self._begin("master_params", rounds=False)
         if self.masters.are_whole:
             return iter(list(self.params.masters))
         return self.masters.shown(self.params.all)
@@ -1186,7 +1182,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         parallel.refuse_plain_state(self.step_state.ranks.alone, "state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self._look_at_groups()
+        self._begin("state_dict")
         self.model_writes.sync()
         self.model_writes.warn_if_due()
         counts = self.steps_counted(), self.outcome.skipped_steps
@@ -1221,7 +1217,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._look_at_groups(gives_up=True)
+        self._begin("load_state_dict", gives_up=True)
         self.load_checked(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -1310,7 +1306,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             ValueError: None of its parameters is in this optimizer.
         """
         self.params.check_model(model)
-        self._look_at_groups()
+        self._begin("fp32_state_dict")
         self.model_writes.sync()
         self.model_writes.warn_if_due()
         apart = {id(pair.model): pair for pair in self.params.all if pair.is_apart}
@@ -1357,7 +1353,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise RuntimeError("take_delta: changes are not tracked. Wrap with track_changes=True.")
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
-        self._look_at_groups()
+        self._begin("take_delta")
         changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
         return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes, self._changes.source)
 
@@ -1365,7 +1361,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     @outside_inference
     def refresh_masters(self) -> None:
         """Masters take the model parameters' values, for code that wrote the model in place. No host sync."""
-        self._look_at_groups()
+        self._begin("refresh_masters")
         for pair in self.params.all:
             if pair.is_apart:
                 self.masters.refresh(pair)
@@ -1374,9 +1370,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     @opaque
     def write_masters(self) -> None:
         """The model takes the masters' values, rounded, for code that wrote the masters in place. No host sync."""
-        if not self._look_at_groups(verifies=False):
+        if self.step_state.is_stepping:
             self._round_down()
             return
+        self._begin("write_masters", verifies=False)
         self._round_all()
 
     def _round_all(self) -> None:
@@ -1415,7 +1412,3 @@ def _weakly(me: weakref.ref[Any], method: Callable[..., Any], without: Any) -> C
         return without if there is None else method(there, *arguments)
 
     return call
-
-
-_STEP_CODE = MixedPrecisionOptimizer._write_step.__code__
-"""Of the frame that is on a thread's stack while a step writes."""

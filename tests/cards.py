@@ -114,7 +114,7 @@ def pretend(
     monkeypatch.setattr(cuda_devices, "Driver", lambda: cuda_driver.Driver(driver.path))
     found = str(folder / LIBRARIES["fake_nvrtc"])
     monkeypatch.setattr(cuda_devices, "find", lambda majors: nvrtc.Nvrtc(found))
-    monkeypatch.setattr(cuda_devices, "verdicts_on", lambda *given: None)  # test_proof.py has the proof
+    monkeypatch.setattr(cuda_devices.Proof, "verdicts_on", lambda *given: None)  # test_proof.py has the proof
     monkeypatch.setattr(cuda_devices, "_known", cuda_devices._Known())
     monkeypatch.setattr(cuda.Stream, "staging", lambda self, size: torch.empty(size, dtype=torch.uint8))
     return driver

@@ -26,7 +26,7 @@ import fp16opt.amp
 import fp16opt.distributed
 from fp16opt import AveragedMasters, DynamicLossScaler, GradScaler, LossScaleError, MixedPrecisionOptimizer, ema
 from fp16opt.distributed import settings, waiting
-from fp16opt.engine import errors, fused_step
+from fp16opt.engine import errors
 from fp16opt.engine.diagnostics import Lines
 from fp16opt.engine.ranks import Asked
 
@@ -414,43 +414,32 @@ class Slow(SGD):
                         param.sub_(param.grad, alpha=group["lr"])
 
 
-def stopped_after_one(**options: Any) -> None:
-    one = Training(**options)
+def step_stopped() -> None:
+    one = Training(Slow)
     one.inner.left = 1
     one.opt.backward(one.loss())
     with pytest.raises(Stopped):
         one.opt.step()
 
 
-def step_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped between two kernels: of parameters with momentum, and without."""
-    one = Training(lambda params, lr: SGD([{"params": [p], "momentum": 0.9 * k} for k, p in enumerate(params)], lr=lr))
-    run, calls = fused_step.run_step, []
-
-    def once(*given: Any) -> None:
-        calls.append(given)
-        if len(calls) == 2:
-            raise Stopped
-        run(*given)
-
-    monkeypatch.setattr(fused_step, "run_step", once)
-    one.opt.backward(one.loss())
-    with pytest.raises(Stopped):
-        one.opt.step()
+def within_a_step() -> None:
+    one = Training()
+    one.inner.register_step_post_hook(lambda *_: one.opt.state_dict())
+    one.step()
 
 
 def unscaled_after_a_stop() -> None:
-    one = Training(Slow, grad_accumulation="fp32")
-    one.inner.left = 0
+    one = Training(grad_accumulation="fp32")
+
+    def stop(*_: Any) -> None:
+        raise Stopped
+
+    one.inner.register_step_pre_hook(stop)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(one.loss()).backward()
     with pytest.raises(Stopped):
         scaler.step(one.opt)
     scaler.unscale_(one.opt)
-
-
-def step_cut() -> None:
-    stopped_after_one(optimizer=Slow)
 
 
 # -- skipped steps -----------------------------------------------------------------------------------------------------
@@ -667,8 +656,8 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "sums without backward": (L, sums_without_backward),
     "too large": (L, too_large),
     "not finite": (L, not_finite),
-    "step in part": (L, step_in_part),
-    "step cut": (L, step_cut),
+    "step stopped": (L, step_stopped),
+    "within a step": (R, within_a_step),
     "unscaled after a stop": (R, unscaled_after_a_stop),
     "calibrating": (L, calibrating),
     "rare": (L, rare),
@@ -821,7 +810,7 @@ NOT_THERE = (
 def test_every_refusal_of_the_stages_is_on_the_page() -> None:
     """The files that keep the rules raise nothing but what is in the table."""
     missing = []
-    for name in ("step_state", "model_writes", "wrapped_step"):
+    for name in ("gradients", "true_gradients", "model_writes", "wrapped_step"):
         tree = ast.parse((Path(fp16opt.__file__).parent / "engine" / f"{name}.py").read_text("utf-8"))
         for node in ast.walk(tree):
             if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):

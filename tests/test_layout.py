@@ -35,15 +35,16 @@ ENGINE = [
     "diagnostics",
     "params",
     "attributes",
-    "progress",
     "masters",
     "missing_scale",
     "model_writes",
-    "stamps",
     "folded",
-    "gradients",
     "stage",
-    "step_state",
+    "look",
+    "passes",
+    "step",
+    "gradients",
+    "true_gradients",
     "outcome",
     "wrapped_step",
     "fused_registry",
@@ -75,6 +76,13 @@ ROOMS = {
     "deltas": {"kernels", "engine", "delta_files", "delta_patches"},
     "optimizer": {"kernels", "scaling", "engine", "memory", "parallel", "deltas"},
 }
+
+# What the rest of a place (a path's beginning) imports nowhere, but in the files named: tools are for a user who asks,
+# and the proof of CUDA kernels puts itself behind the hook cuda_devices.Proof.
+APART = [
+    ("", ("tools/",), {"__init__.py", "__main__.py"}),
+    ("kernels/", ("kernels/planted.py", "kernels/proof.py", "kernels/verdicts.py"), {"kernels/__init__.py"}),
+]
 
 # Private names that are not ours, and why nothing public serves. A name may be read on any object; our files may
 # define none of them but those in REDEFINED.
@@ -145,7 +153,6 @@ FOREIGN = {
     "_forward_module": "of Fabric's module: the DDP around the model, which nothing public gives",
     "_optimizers": "of Accelerator: what was prepared",
     # Python
-    "_current_frames": "sys._current_frames: whether a step is on some thread's stack",
     "_getframe": "sys._getframe: who called",
     # apex
     "_amp_state": "the module's name in apex, which scripts import",
@@ -336,6 +343,16 @@ def rooms_entered_wrongly(files: Files) -> list[str]:
                 may = sorted(ROOMS[mine]) or "nothing of ours"
                 complaints.append(f"{path}:{line}: imports {target}; {mine} may import {may}")
     return complaints
+
+
+def apart(files: Files) -> list[str]:
+    return [
+        f"{path}:{line}: imports {target}, which stands apart"
+        for place, rooms, doors in APART
+        for path, targets in imports(files).items()
+        for target, line in targets.items()
+        if target.startswith(rooms) and path.startswith(place) and not path.startswith(rooms) and path not in doors
+    ]
 
 
 def engine_out_of_order(files: Files, order: list[str]) -> list[str]:
@@ -597,6 +614,10 @@ def test_rooms_import_only_what_stands_below() -> None:
     report(rooms_entered_wrongly(FILES))
 
 
+def test_tools_and_the_proof_stand_apart() -> None:
+    report(apart(FILES))
+
+
 def test_no_files_import_each_other() -> None:
     report(circles(FILES))
 
@@ -691,6 +712,8 @@ HOUSE = {
     "engine__earlier": "class Earlier: ...",
     "engine__later": "from .earlier import Earlier\nclass Later: ...",
     "kernels__init": "from . import native",
+    "kernels__proof": "from . import native",
+    "tools__init": "from ..optimizer import MixedPrecisionOptimizer",
     "kernels__native": "import importlib\nimportlib.import_module('fp16opt._cpu')",
     "face": "from .optimizer import MixedPrecisionOptimizer",
 }
@@ -712,6 +735,7 @@ def below(files: Files) -> list[str]:
 CHECKS: list[Callable[[Files], list[str]]] = [
     in_order,
     rooms_entered_wrongly,
+    apart,
     circles,
     compiled_code,
     privacy,
@@ -754,6 +778,13 @@ BAD: list[tuple[Callable[[Files], list[str]], str, str, str]] = [
         "scaling",
         "def f():\n    from . import kernels",
         "scaling.py:2: imports kernels/__init__.py",
+    ),
+    (apart, "face", "from .tools import plan", "face.py:1: imports tools/__init__.py, which stands apart"),
+    (
+        apart,
+        "kernels__native",
+        "def f():\n    from .proof import prove",
+        "kernels/native.py:2: imports kernels/proof.py",
     ),
     (rooms_entered_wrongly, "memory", "from . import face", "memory may import ['engine'"),
     (circles, "engine__earlier", "from .later import Later", "2 files import each other"),

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..engine.arguments import check_loss
 from ..engine.missing_scale import WayToScale
-from ..engine.stage import OverflowCheck
+from ..engine.stage import Check
 from ..engine.wrapped_step import HOOKS
 from ..optimizer import MixedPrecisionOptimizer
 from .initialised import AmpLog, Initialised, Setup, is_initialised
@@ -97,7 +97,7 @@ class AmpOptimizer(Initialised, MixedPrecisionOptimizer):
     def take_by_hand(self, scaler: LossScaler) -> None:
         """Gradients that are there were made of a loss that the caller multiplied by the scale of ``scaler``."""
         if self.step_state.has_new():
-            self.step_state.take_external(scaler=scaler)
+            self.step_state.take_external(self.step_state.look(), scaler)
 
     def blame(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Skip the next step where ``found_inf`` (float32, 0-dim): another optimizer of this backward overflowed."""
@@ -127,13 +127,13 @@ class AmpOptimizer(Initialised, MixedPrecisionOptimizer):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def _record(self, check: OverflowCheck, skipped: bool | Tensor) -> None:
-        for scaler, found in check.of:
+    def _record(self, check: Check, skipped: bool | Tensor) -> None:
+        for scaler, found in check.found:
             if id(scaler) in self._delayed and isinstance(scaler, LossScaler):
                 scaler.settle(found)  # no scale_loss of this step came to it
         self._delayed.clear()
         if skipped is True and isinstance(self.outcome.log, AmpLog):
-            self.outcome.log.blamed = [id(scaler) for scaler, found in check.of if bool(found)]
+            self.outcome.log.blamed = [id(scaler) for scaler, found in check.found if bool(found)]
         super()._record(check, skipped)
         self.__dict__["_opt_called"] = True  # what LR schedulers look for
 

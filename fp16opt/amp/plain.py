@@ -13,9 +13,8 @@ from ..engine import errors
 from ..engine.arguments import check_loss
 from ..engine.diagnostics import Lines, Overflow, warn_eps
 from ..engine.modes.closures import Evaluation
-from ..engine.stage import BackwardScale, UnitScales
-from ..engine.stamps import GradientStamp
-from ..engine.step_state import are_zero
+from ..engine.passes import are_zero
+from ..engine.stage import BackwardScale, GradientStamp, UnitScales
 from ..grad_scaler.closures import ScaledReevaluations, split_closure
 from ..grad_scaler.gradients import Found, OptimizerGradients, overflows, put_back, take_out
 from ._amp_state import _amp_state

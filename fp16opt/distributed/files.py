@@ -60,6 +60,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None
 
     Syncs: yes.
     """
+    wrapper_of(opt).settle("distributed.save")
     meet(f"save({Path(path).name!r})")
     payload = together("save", lambda: _payload(model, opt))
     payload = of_all_stages(opt, payload)
@@ -81,6 +82,7 @@ def save_async(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -
     Raises:
         FileExistsError: there is something at ``path``.
     """
+    wrapper_of(opt).settle("distributed.save_async")
     where = Path(path)
     meet(f"save_async({Path(path).name!r})")
     payload = together("save_async", lambda: _copied(_payload(model, opt)))
@@ -155,6 +157,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer, *, stri
 
     Syncs: yes.
     """
+    wrapper_of(opt).settle("distributed.load")
     meet(f"load({Path(path).name!r})")
     where = Path(path)
     manifest = together("load", lambda: check_complete(where))

@@ -83,6 +83,7 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     Syncs: yes. Sends nothing.
     """
     names, wrapper = names_of(model, opt), wrapper_of(opt)
+    wrapper.settle("distributed.state_dict")
     wrapper.model_writes.sync()
     inner = wrapper.inner
     fresh = bool(len(wrapper.params)) and not inner.state
@@ -167,6 +168,7 @@ def load_state_dict(
     Syncs: yes.
     """
     wrapper = wrapper_of(opt)
+    wrapper.settle("distributed.load_state_dict")
     ranks = wrapper.step_state.ranks
 
     def everywhere(check: Callable[[], Any]) -> Any:
@@ -335,6 +337,7 @@ def fp32_state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     """
     names_of(model, opt)
     wrapper = wrapper_of(opt)
+    wrapper.settle("distributed.fp32_state_dict")
     if isinstance(wrapper.step_state.ranks, StageRanks):
         raise RuntimeError(
             "fp32_state_dict: rank 0 has one stage of the pipeline. Save by fp16opt.distributed.save, and load that "

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import kernels
 from ..engine import errors
+from ..engine.gradients import StepState
 from ..engine.params import DeviceParams
 from ..engine.ranks import Digest, Replicas, Sums
-from ..engine.step_state import StepState
 from .exchange import gather
 from .settings import refuse_settings
 from .waiting import explain
@@ -182,7 +182,7 @@ class DdpReplicas(Compared):
             tally[min(number, _VERDICTS - 1)] += verdict.to(tally)
         found = torch.zeros((), dtype=torch.float32, device="cpu")
         with torch.no_grad():
-            for device, mine in list(sums.sums()):
+            for device, mine in list(sums.sums_by_device()):
                 kept = self._sum_over_ranks(sums, device, mine, tally)
                 stats = kernels.GradStats.allocate(len(kept), device.device)
                 share = torch.tensor(1.0 / dist.get_world_size(self.group), dtype=torch.float32, device=device.device)

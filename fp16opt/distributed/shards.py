@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from ..engine.diagnostics import are_finite
 from ..engine.dtensors import local
+from ..engine.gradients import StepState
 from ..engine.ranks import Agreed, Asked, Facts, Origin, Ranks
-from ..engine.step_state import StepState
 from .alike import Bits, Holders, Reach, compare, ranks_in
 from .digits import digits_of
 from .exchange import require_process_group

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -72,8 +73,6 @@ class Lines:
         [False, False]
     """
 
-    told: ClassVar[int] = 0
-    """How many lines were logged in this process: a handler of the user's may have run with each."""
     _living: ClassVar[weakref.WeakSet[Lines]] = weakref.WeakSet()
     _numbers = itertools.count(1)
     clock = staticmethod(time.monotonic)
@@ -82,6 +81,7 @@ class Lines:
         self._whose = whose
         self._params = params
         self._once: set[str] = set()
+        self._held: list[tuple[logging.Logger, int, str]] | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -93,10 +93,11 @@ class Lines:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another optimizer's: it has a number of its own, and may say again what this one has said."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_kinds", "_number")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_kinds", "_number", "_held")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._held = None
         self._begin()
 
     def say(
@@ -139,9 +140,26 @@ class Lines:
         more = f" ({kind.left_out} more like it since the last.)" if kind.left_out else ""
         kind.times.append(now)
         kind.left_out = 0
-        Lines.told += 1
-        to.log(level, f"{whole()}{more}{self._signature()}")
+        line = to, level, f"{whole()}{more}{self._signature()}"
+        if self._held is None:
+            to.log(*line[1:])
+        else:
+            self._held.append(line)
         return True
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, lines wait: they are logged at its end, in their order, as a handler is code of the user's."""
+        if self._held is not None:
+            yield
+            return
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for to, level, text in held:
+                to.log(level, text)
 
     def _signature(self) -> str:
         """Whose line it is, where it could be another's."""

@@ -388,20 +388,20 @@ NOT_FINITE = Line(
 
 # -- Stopped steps -----------------------------------------------------------------------------------------------------
 
-
-STEP_IN_PART = Line(
-    "step in part",
+STEP_STOPPED = Line(
+    "step stopped",
     logging.WARNING,
-    """an exception has stopped a step in part. Stepped: {stepped}. Not stepped: {left}. Masters, optimizer state
-    and model agree, and the step counts as taken. To do without it, load the last checkpoint.""",
+    """an exception has stopped a step in the middle: some parameters may have been stepped and others not, and the
+    loss scale may not have followed. The model holds the masters as they are, and the step counts. To be exact, load
+    the last checkpoint.""",
 )
 
-STEP_CUT = Line(
-    "step cut",
-    logging.WARNING,
-    """an exception has stopped {optimizer}.step() in the middle: parameters that it has written: {stepped}; those
-    that it has not: {left}. The one it was at may be stepped in part. The model holds the masters as they are, and the
-    step counts as taken. To do without it, load the last checkpoint.""",
+WITHIN_A_STEP = Refusal(
+    "within a step",
+    RuntimeError,
+    """{call} was called within a step of this optimizer, by a hook of it, a signal handler or another thread: it
+    would see some parameters from before the step and others from after it. Call it after step(): set a flag in the
+    handler.""",
 )
 
 UNSCALED_AFTER_A_STOP = Refusal(

@@ -7,7 +7,6 @@ the plan again; anything else makes a new one, which checks all state before any
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from ..kernels.steps import NamedStep, StepValues, run_step
 from ..kernels.tensor_lists import all_there, are_items, hold
 from . import errors
 from .diagnostics import Lines
-from .dtensors import piece_of, pieces, raw_grads
+from .dtensors import piece_of, pieces
 from .fused_registry import (
     CannotServe,
     FusedStepSpec,
@@ -35,12 +34,14 @@ from .fused_registry import (
     no_fused_step,
     steps_on_device,
 )
-from .gradients import GradsToStep
+from .gradients import StepState
+from .look import Look
 from .masters import Masters
 from .params import DeviceParams, ParamPair, ParamTable
-from .progress import KernelPart, Progress
+from .passes import GradsToStep
 from .state_format import StateFormat
-from .wrapped_step import StepGradients, has_own_step, run_hooks
+from .step import Step
+from .wrapped_step import WrappedStep, has_own_step, run_hooks
 
 NO_MASTERS = "there are no FP32 masters (master_weights='none')"
 
@@ -345,11 +346,11 @@ class FusedStep:
         optimizer: Optimizer,
         params: ParamTable,
         masters: Masters,
-        gradients: StepGradients,
+        state: StepState,
         state_format: StateFormat,
         required_by: str,
         step_count: Callable[[], int],
-        fallback: Any,
+        fallback: WrappedStep,
         run: Callable[..., None] = run_hooks,
         lines: Lines | None = None,
     ) -> None:
@@ -358,7 +359,7 @@ class FusedStep:
         self.optimizer = optimizer
         self.params = params
         self.masters = masters
-        self.gradients = gradients
+        self.state = state
         self.state_format = state_format
         self.required_by = required_by
         self.fallback = fallback
@@ -459,23 +460,23 @@ class FusedStep:
             self._has_warned = True
             self.lines.tell(errors.NOT_IN_ONE_PASS, reason=reason)
 
-    def skips_on_device(self) -> bool:
+    def skips_on_device(self, look: Look) -> bool:
         """See :class:`Stepper`. Not where the first step fills state: the host decides whether there is some after."""
         if self.reason():
-            return bool(self.fallback.skips_on_device())
+            return bool(self.fallback.skips_on_device(look))
         if not all(steps_on_device(each.device) for each in self.params.devices):
             return False
-        return not self.spec.fills_first or self._has_all_state()
+        return not self.spec.fills_first or self._has_all_state(look)
 
     def counts_steps(self) -> bool:
         """See :class:`Stepper`."""
         return self.state_format.needs_number or self.masters.needs_number
 
-    def _has_all_state(self) -> bool:
+    def _has_all_state(self, look: Look) -> bool:
         """Whether every parameter that has a gradient has all of its state."""
         state, settings = self.optimizer.state, [self.spec.settings(group) for group in self.optimizer.param_groups]
-        for device in self.params.devices:
-            for pair, grad in zip(device.pairs, self.gradients.to_step(device).grads, strict=True):
+        for place, device in enumerate(self.params.devices):
+            for pair, grad in zip(device.pairs, self.state.to_step(look, place).grads, strict=True):
                 if grad is None:
                     continue
                 mine, entry = settings[pair.group], state.get(pair.master, {})
@@ -486,33 +487,33 @@ class FusedStep:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`."""
         self.rounded_all = bool(self._last_reason)
         if self.rounded_all:
             if self._has_served:
                 counters_to_host(self.optimizer)
-            return self.fallback.step(progress, found_inf, closure)
-        self.run(self.optimizer, self._step_or_fall_back, progress, found_inf)
+            return self.fallback.step(step, look, found_inf, closure)
+        self.run(self.optimizer, self._step_or_fall_back, step, look, found_inf)
         return None
 
-    def _step_or_fall_back(self, has_hooks: bool, progress: Progress, found_inf: Tensor | None) -> None:
+    def _step_or_fall_back(self, has_hooks: bool, step: Step, look: Look, found_inf: Tensor | None) -> None:
         """Runs between the optimizer's hooks, which may have changed its groups since :meth:`reason` looked."""
+        if has_hooks:  # code of the user's has run
+            look = self.state.look()
         try:
-            self._call_kernels(progress, found_inf, is_read=self.params.sees() and not has_hooks)
+            self._call_kernels(step, look, found_inf)
             self._unserved = ""
         except CannotServe as unserved:
             self._unserved = str(unserved)
             self._warn_or_refuse(str(unserved))
             if found_inf is None or not bool(found_inf):  # the host decides
                 counters_to_host(self.optimizer)
-                self.fallback.step_within_hooks(progress)
+                self.state.unscale(look)
+                self.fallback.step_within_hooks(step)
 
-    def _call_kernels(self, progress: Progress, found_inf: Tensor | None, is_read: bool) -> None:
+    def _call_kernels(self, step: Step, look: Look, found_inf: Tensor | None) -> None:
         """The step alone. All calls are planned, and all obstacles found, before the first call is made.
-
-        Args:
-            is_read: whether the step has read models and gradients, and no other code has run since.
 
         Raises:
             CannotServe: a kernel can't take it; nothing was stepped.
@@ -520,17 +521,18 @@ class FusedStep:
         groups = self._settings()
         options = [group.options for group in groups]
         planned = []
-        for device in self.params.devices:
-            grads = self.gradients.to_step(device)
-            planned.append((device, grads, self._plan(device, groups, grads)))
+        for place, device in enumerate(self.params.devices):
+            grads = self.state.to_step(look, place)
+            weights = None if look.weights is None else look.weights[place]
+            planned.append((device, grads, device.rows(weights), self._plan(device, groups, grads)))
         number = self._step_count() if self.counts_steps() else 0
-        for device, grads, plan in planned:
+        step.about_to_write = True
+        for device, grads, weights, plan in planned:
             flag = found_inf if found_inf is None or found_inf.device == device.device else found_inf.to(device.device)
             for call in plan.calls:
-                at = [device.positions[row] for row in call.rows] if len(call.rows) < len(device) else device.positions
-                progress.parts.append(KernelPart(at, call.cache, functools.partial(call.close, flag)))
-                self._call(device, call, options, grads, flag, number, is_read)
+                self._call(device, call, options, grads, weights, flag, number)
         self.masters.ties.clear()
+        step.all_written = True
 
     def _call(
         self,
@@ -538,18 +540,14 @@ class FusedStep:
         call: _KernelCall,
         options: list[Any],
         grads: GradsToStep,
+        weights: Sequence[Tensor | None],
         found_inf: Tensor | None,
         number: int,
-        is_read: bool,
     ) -> None:
-        values: Sequence[Tensor | None] = grads.grads
-        models: Sequence[Tensor | None] = call.models
+        values, models = grads.grads, weights
         if len(call.rows) < len(values):
+            models = call.models
             values = [None if master is None else grad for grad, master in zip(values, call.masters, strict=True)]
-        elif is_read:
-            models = device.rows(device.seen)
-        elif isinstance(values, Rows):
-            values = Rows(values.tensors, None)
         step, first = call.step, call.first if call.step.fills_first else False
         stats = None if call.on_weights else device.cast
         given = StepValues(options, call.group_of, grads.factors, stats, found_inf, first, number, call.pieces)
@@ -561,9 +559,10 @@ class FusedStep:
 
     def _plan(self, device: DeviceParams, groups: list[GroupSettings], grads: GradsToStep) -> _Plan:
         """The calls of one device: those of the last step, or new ones."""
-        if grads.has_sparse:
-            raise CannotServe(f"the gradient of {_first_sparse(device)!r} is sparse")
-        there = None if all_there(grads.grads) else [grad is not None for grad in grads.grads]
+        if grads.sparse:
+            raise CannotServe(f"the gradient of {grads.sparse!r} is sparse")
+        values = grads.grads.tensors if isinstance(grads.grads, Rows) else grads.grads
+        there = None if all_there(values) else [grad is not None for grad in values]
         deciding = [group.deciding for group in groups]
         plan = self._plans.get(device.device)
         if (
@@ -601,9 +600,3 @@ class FusedStep:
         for call in calls.values():
             call.fill(device, self.masters)
         return list(calls.values())
-
-
-def _first_sparse(device: DeviceParams) -> str:
-    grads = raw_grads([pair.master for pair in device.pairs])
-    pairs = zip(device.pairs, grads, strict=True)
-    return next(pair.name for pair, grad in pairs if grad is not None and grad.layout is not torch.strided)

@@ -1,679 +1,717 @@
-"""Gradients: from what autograd left in the model to what the optimizer steps.
+"""StepState: where a step's gradients stand, and every transition from one stage to the next.
 
-A gradient waits, scaled, where autograd left it. The check reads it for flags and norm. Then it is stepped as it is,
-by a kernel that multiplies on the way; or a true one is made of it, which lies in ``.grad`` of its master. A clip is a
-factor until then. Nothing here remembers where a step stands: what waits is handed out, and handed in again.
+``stage`` is the only truth of where a step stands (:mod:`.stage`; docs/engine.md has the table and its rules). What
+outlives a step lies beside it: the scaler, the ranks, how many backwards there were.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels import reference
-from ..kernels.readings import Rows
 from ..kernels.reference_steps import Factors
-from ..kernels.tensor_lists import all_there, read, set_grads
-from .dtensors import aligned, as_piece_of, local, raw_grad, raw_grads, set_raw_grad
-from .folded import FoldedGradient, is_folded, takes_place
-from .masters import Masters
-from .params import HALF_DTYPES, DeviceParams, ParamTable
-
-_LAYOUT = operator.attrgetter("layout")
-
-
-class Waiting(NamedTuple):
-    """One device's gradients that were checked, and wait, scaled, where autograd left them.
-
-    Attributes:
-        grads: by row, dense, as kernels take them. None: the parameter is left alone.
-        factors: what they are to be multiplied by: 1/scale, and the factor of a clip.
-        sparse: by row, those that can't wait: coalesced.
-    """
-
-    grads: Sequence[Tensor | None]
-    factors: Factors
-    sparse: dict[int, Tensor]
-
-    def clipped(self, factor: Tensor) -> Waiting:
-        """The same with the factor of a clip (float32, 0-dim)."""
-        return self._replace(factors=Factors(self.factors.inv_scale, factor))
-
-    def without(self, row: int) -> Waiting:
-        """The same with a parameter that is left alone."""
-        return self._replace(grads=[None if place == row else grad for place, grad in enumerate(self.grads)])
+from ..kernels.tensor_lists import any_there, counted_gradients, set_grads
+from ..scaling import LossScaler
+from . import errors
+from .diagnostics import describe
+from .dtensors import any_raw_grad, raw_grads
+from .look import Look
+from .params import ParamTable
+from .passes import Gradients, GradsToStep, are_zero
+from .ranks import Asked, Ranks, Replicas
+from .stage import (
+    BackwardScale,
+    Check,
+    Checked,
+    GradientStamp,
+    Grads,
+    Interrupted,
+    Ready,
+    Scaled,
+    ScaledBy,
+    UnitScales,
+    Unscaled,
+)
+from .step import Step
 
 
-class GradsToStep(NamedTuple):
-    """One device's gradients as a step takes them.
+class StepState(abc.ABC):
+    """READY -> SCALED (a loss was scaled) -> CHECKED or UNSCALED -> READY (step, zero_grad).
 
-    Attributes:
-        grads: by row, dense, as kernels take them: all scaled as autograd left them, or all true. None: the parameter
-            is left alone.
-        factors: what they are to be multiplied by; ones where they are true.
-        scaled: which of the two they are.
-        has_sparse: whether a true one is sparse, of which ``grads`` has the values.
-    """
-
-    grads: Sequence[Tensor | None]
-    factors: Factors
-    scaled: bool
-    has_sparse: bool
-
-
-# -- single tensors ----------------------------------------------------------------------------------------------------
-
-
-def coalesced(grad: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """A sparse gradient with duplicates summed in ``dtype``, not in 16 bits.
-
-    Raises:
-        TypeError: it is neither dense nor sparse COO.
-    """
-    if grad.layout is not torch.sparse_coo:
-        raise TypeError(
-            f"parameter {name!r}: expected a dense or a sparse COO gradient, got layout {grad.layout}. Convert it in a "
-            "hook."
-        )
-    if grad.is_coalesced():
-        return grad
-    return torch.sparse_coo_tensor(
-        grad._indices(), grad._values().to(dtype), grad.shape, check_invariants=False
-    ).coalesce()
-
-
-def total_norm(parts: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm over tensors whose norms are ``parts``: float64, 0-dim, on ``device``."""
-    if len(parts) == 1:
-        return parts[0].to(device)
-    if not parts:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return vector_norm(torch.stack([part.to(device) for part in parts]), norm_type)
-
-
-def vector_norm(value: Tensor, norm_type: float) -> Tensor:
-    """The norm of one dense tensor: float64, 0-dim. No host sync."""
-    dtype = torch.complex128 if value.is_complex() else torch.float64
-    norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=dtype)
-    return norm
-
-
-def judge(
-    values: Sequence[Tensor | None], stats: kernels.GradStats, one: Tensor, cache: kernels.CallCache | None = None
-) -> None:
-    """Flags and sums of squares of gradients that are true already; None leaves a row as it is. No host sync.
+    Backwards with one scale add up in the model's gradients. Where a second scaler joins in, or ``sums`` asks for it,
+    each backward is folded into FP32 sums with its own scale.
 
     Args:
-        values: float16 to float64, by row.
-        one: float32, 0-dim: 1.0 on the device.
-    """
-    if any([value is not None and value.dtype in HALF_DTYPES for value in values]):  # noqa: C419
-        halves = [value if value is not None and value.dtype in HALF_DTYPES else None for value in values]
-        kernels.multi_tensor_check(halves, one, stats)
-        values = [value if half is None else None for value, half in zip(values, halves, strict=True)]
-        cache = None
-    if any([value is not None for value in values]):  # noqa: C419
-        kernels.multi_tensor_unscale(values, values, one, stats, write=False, cache=cache)
-
-
-def round_to(wide: list[Tensor | None], outs: list[Tensor | None], stats: kernels.GradStats) -> None:
-    """``outs = wide`` in 16 bits; what is too large counts as inf. None leaves a row as it is. No host sync."""
-    found = kernels.CastStats.allocate(len(wide), stats.nonfinite.device)
-    kernels.multi_tensor_cast(wide, outs, found)
-    stats.nonfinite |= (found.overflow & kernels.TOO_LARGE).ne(0) * kernels.INF
-    stats.found_inf.copy_(stats.nonfinite.ne(0).any())
-
-
-def drop_gradients(tensors: Sequence[Tensor], keep: bool = False) -> None:
-    """Free them, or leave zeros in their places."""
-    for tensor, grad in zip(tensors, raw_grads(tensors), strict=True):
-        if grad is not None:
-            if keep:
-                grad.zero_()
-            else:
-                set_raw_grad(tensor, None)
-
-
-def sparse_like(grad: Tensor, values: Tensor) -> Tensor:
-    """A coalesced sparse tensor with other values."""
-    return torch.sparse_coo_tensor(
-        grad._indices(), values, grad.shape, is_coalesced=True, check_invariants=False
-    ).coalesce()
-
-
-def _dense(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The tensors that hold gradients' elements, as kernels take them; of sparse ones their values."""
-    values: list[Tensor | None] = []
-    for grad in grads:
-        if grad is not None:
-            piece = local(grad._values() if grad.is_sparse else grad)
-            grad = piece.detach() if piece.requires_grad else piece
-        values.append(grad)
-    return values
-
-
-# -- one device --------------------------------------------------------------------------------------------------------
-
-
-class DeviceGradients:
-    """The gradients of one device, a row for each parameter. No call waits for the device.
-
-    Args:
-        device: its parameters.
-        params: of all devices.
-        masters: how masters are kept.
+        own_scaler: gives the optimizer's own scaler.
+        device: where what was found is kept.
+        sums: whether every backward is folded.
 
     Attributes:
-        stats: what the last pass found, by row: flags and sums of squares; ``found_inf`` and ``norm`` over all rows.
-        one: float32, 0-dim: 1.0 on the device.
-        halves: rows whose master is in 16 bits: it lies on the weight's memory.
+        stage: one of the values of :mod:`.stage`.
+        step: that is under way, or that an exception has stopped: the stage is the one whose gradients it steps. None
+            between steps.
+        ranks: where the masters' other parts are, if any.
+        replicas: which ranks share gradients with this one, if any.
+        backwards: how many have begun.
+        ahead: how many steps parameters have taken that ``step`` is yet to count: none, but where backward steps them.
     """
 
-    def __init__(self, device: DeviceParams, params: ParamTable, masters: Masters) -> None:
-        self.device = device
-        self.params = params
-        self.pairs = device.pairs
-        self.models = [pair.model for pair in self.pairs]
-        self.masters = [pair.master for pair in self.pairs]
-        self.stats = kernels.GradStats.allocate(len(device), device.device)
-        self.one = torch.ones((), dtype=torch.float32, device=device.device)
-        self._dtypes = [model.dtype for model in self.models]
-        self._lie = read(device.models)
-        self._true_dtypes = [master.dtype for master in self.masters]
-        self.halves = [row for row, dtype in enumerate(self._true_dtypes) if dtype in HALF_DTYPES]
-        self._wide = frozenset(row for row, dtype in enumerate(self._dtypes) if dtype is torch.float64)
-        self._has_dtensors = params.has_dtensors
-        self._spread = [getattr(model, "placements", None) for model in self.models]  # over ranks, of DTensors
-        self._like = [masters.operand(pair) for pair in self.pairs]  # of which gradients have shape and strides
-        self._memory: list[Tensor | None] = [None] * len(self.pairs)  # for true gradients
-        self._rooms: tuple[Tensor, ...] | None = None  # the same, where there is some for each row
-        self._folded: dict[int, FoldedGradient] = {}  # what stands in the model's .grad, by row
+    ahead = 0
 
-    # -- what kernels take -------------------------------------------------------------------------------------------
-
-    def collect(self, grads: Sequence[Tensor | None], inv_scale: Tensor) -> tuple[Waiting, Sequence[Tensor | None]]:
-        """The model's gradients, by row, as they are now; and the dense ones once more, as the call reads them.
-
-        Args:
-            inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
-        """
-        factors = Factors(inv_scale, self.one)
-        pieces = self._pieces_of(grads) if self._has_dtensors else grads
-        if pieces is not None and self._lie is not None:
-            rows = pieces if isinstance(pieces, Rows) else Rows(tuple(pieces), read(tuple(pieces)))
-            reading = rows.reading
-            if reading is not None and reading.types in ([], [Tensor]) and reading.has_dtypes_of(self._lie):
-                return Waiting(rows.tensors, factors, {}), rows
-        self.params.verify()
-        sparse: dict[int, Tensor] = {}
-        with torch.no_grad():
-            dense = [
-                None if grad is None else self._as_kernels_take(row, grad, sparse) for row, grad in enumerate(grads)
-            ]
-        return Waiting(dense, factors, sparse), dense
-
-    def _pieces_of(self, grads: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-        """This rank's pieces of gradients; None where one is not laid out over ranks as its parameter is."""
-        found: list[Tensor | None] = []
-        for grad, wanted in zip(grads, self._spread, strict=True):
-            if grad is None or wanted is None:
-                found.append(grad)
-            elif getattr(grad, "placements", None) == wanted:
-                found.append(grad._local_tensor)  # type: ignore[attr-defined]
-            else:
-                return None
-        return found
-
-    def _as_kernels_take(self, row: int, grad: Tensor, sparse: dict[int, Tensor]) -> Tensor | None:
-        """A dense gradient in its parameter's dtype or FP32; a sparse one goes into ``sparse``.
-
-        Raises:
-            TypeError: it is neither dense nor sparse COO.
-        """
-        pair, dtype = self.pairs[row], self._dtypes[row]
-        grad = aligned(grad.detach() if grad.requires_grad else grad, pair.model)
-        wide = torch.float32 if dtype in HALF_DTYPES else dtype
-        if grad.layout is not torch.strided:
-            sparse[row] = coalesced(grad, wide, pair.name)
-            return None
-        piece = local(grad)
-        return piece if piece.dtype in (dtype, wide) else piece.to(wide)
-
-    def room(self, row: int) -> Tensor:
-        """The memory for the true gradient of a master, in its dtype, laid out as that is."""
-        room = self._memory[row]
-        if room is None:
-            made = torch.empty_like(local(self._like[row]), dtype=self._true_dtypes[row], requires_grad=False)
-            room = self._memory[row] = as_piece_of(made, self.models[row])
-        return room
-
-    def memory(self) -> list[Tensor | None]:
-        """What is kept of gradients beside ``.grad``."""
-        return self._memory
-
-    def wide_dtype(self, row: int) -> torch.dtype:
-        """In which a row's gradient is computed: that of its master, at least FP32."""
-        dtype = self._true_dtypes[row]
-        return torch.float32 if dtype in HALF_DTYPES else dtype
-
-    # -- check -------------------------------------------------------------------------------------------------------
-
-    def check(self, grads: Sequence[Tensor | None], inv_scale: Tensor) -> Waiting:
-        """Flags and sums of squares of ``grads * inv_scale``, which are not written. Sparse ones are left out.
-
-        Args:
-            grads: the model's, by row.
-            inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
-        """
-        waiting, scaled = self.collect(grads, inv_scale)
-        self.stats.reset()
-        if self._wide:
-            doubles = [grad if row in self._wide else None for row, grad in enumerate(scaled)]
-            if any([grad is not None for grad in doubles]):  # noqa: C419
-                kernels.multi_tensor_unscale(doubles, doubles, inv_scale, self.stats, write=False)
-            scaled = [None if row in self._wide else grad for row, grad in enumerate(scaled)]
-        kernels.multi_tensor_check(scaled, inv_scale, self.stats, cache=self.device.caches["check"])
-        return waiting
-
-    def drop(self, row: int) -> None:
-        """A parameter's gradient was set to None: it is left alone, and what was found in it does not count."""
-        set_raw_grad(self.masters[row], None)
-        self.stats.nonfinite[row] = 0
-        self.stats.sumsq[row] = 0.0
-        reference.finish(self.stats)
-
-    # -- unscale -----------------------------------------------------------------------------------------------------
-
-    def check_and_unscale(self, grads: Sequence[Tensor | None], inv_scale: Tensor) -> None:
-        """:meth:`check` and :meth:`unscale` in one pass."""
-        waiting, _ = self.collect(grads, inv_scale)
-        self.stats.reset()
-        self._write(waiting, is_checked=False)
-
-    def unscale(self, waiting: Waiting) -> None:
-        """Write true gradients to ``.grad`` of masters, of those that were checked, with the factor of a clip.
-
-        They have the bits that the step of a kernel would use.
-        """
-        self._write(waiting, is_checked=True)
-
-    def _write(self, waiting: Waiting, is_checked: bool) -> None:
-        if all_there(waiting.grads) and not (self.halves or waiting.sparse or self._has_dtensors):
-            self._write_rooms(waiting, is_checked)
-            return
-        ins: list[Tensor | None] = list(waiting.grads)
-        places = [None if grad is None else self.room(row) for row, grad in enumerate(ins)]  # what goes into .grad
-        outs = [None if place is None else local(place) for place in places]
-        for row, grad in waiting.sparse.items():
-            ins[row] = grad._values()
-            outs[row] = torch.empty_like(grad._values(), dtype=self._true_dtypes[row])
-        halves = {row: out for row in self.halves if (out := outs[row]) is not None and out.dtype in HALF_DTYPES}
-        for row in halves:
-            outs[row] = torch.empty_like(halves[row], dtype=torch.float32)
-        with torch.no_grad():
-            self._run(ins, outs, waiting.factors, is_checked)
-            if halves:
-                wide = [outs[row] if row in halves else None for row in range(len(outs))]
-                round_to(wide, [halves.get(row) for row in range(len(outs))], self.stats)
-        for row, grad in waiting.sparse.items():
-            made = halves.get(row, outs[row])
-            if made is not None:
-                places[row] = sparse_like(grad, made)
-        for master, place in zip(self.masters, places, strict=True):
-            set_raw_grad(master, place)
-
-    def _write_rooms(self, waiting: Waiting, is_checked: bool) -> None:
-        """:meth:`_write` where every row has a dense gradient, and there are no DTensors."""
-        rooms = self._rooms
-        if rooms is None:
-            rooms = self._rooms = tuple(map(self.room, range(len(self.pairs))))
-        with torch.no_grad():
-            self._run(list(waiting.grads), rooms, waiting.factors, is_checked)  # a tuple would be kept
-        set_grads(self.masters, rooms)
-
-    def _run(
-        self, ins: Sequence[Tensor | None], outs: Sequence[Tensor | None], factors: Factors, is_checked: bool
+    def __init__(
+        self,
+        params: ParamTable,
+        gradients: Gradients,
+        own_scaler: Callable[[], LossScaler],
+        device: torch.device,
+        sums: bool,
+        ranks: Ranks,
     ) -> None:
-        cache = self.device.caches["unscale"]
-        if is_checked:
-            kernels.multi_tensor_unscale_clipped(ins, outs, *factors, cache=cache)
-        else:
-            kernels.multi_tensor_unscale(ins, outs, factors.inv_scale, self.stats, cache=cache)
-
-    # -- true gradients ----------------------------------------------------------------------------------------------
-
-    def true_ones(self) -> tuple[list[Tensor | None], bool]:
-        """(by row what masters hold, dense, as kernels take it; whether one is sparse, of which it is the values)."""
-        grads = raw_grads(self.masters)
-        has_sparse = False
-        if not self._has_dtensors and set(map(type, grads)) == {Tensor} and set(map(_LAYOUT, grads)) == {torch.strided}:
-            return grads, False
-        for row, grad in enumerate(grads):
-            if grad is not None and grad.is_sparse:
-                has_sparse = True
-                if not grad.is_coalesced():
-                    grads[row] = grad.coalesce()
-                    set_raw_grad(self.masters[row], grads[row])
-        return _dense(grads), has_sparse
-
-    def recheck(self) -> None:
-        """Flags and sums of squares of the true gradients as they are now."""
-        self.stats.reset()
-        with torch.no_grad():
-            judge(self.true_ones()[0], self.stats, self.one, self.device.caches["judge"])
-
-    def multiply_true(self, inv_scale: Tensor) -> None:
-        """Multiply true gradients by ``inv_scale`` (float32, 0-dim), with flags and sums of squares of the products."""
-        values, _ = self.true_ones()
-        self.stats.reset()
-        halves = [value if value is not None and value.dtype in HALF_DTYPES else None for value in values]
-        wide = [value if half is None else None for value, half in zip(values, halves, strict=True)]
-        with torch.no_grad():
-            kernels.multi_tensor_unscale(wide, wide, inv_scale, self.stats)
-            kernels.multi_tensor_scale(halves, inv_scale)
-            kernels.multi_tensor_check(halves, self.one, self.stats)
-
-    def to_step(self, waiting: Waiting | None) -> GradsToStep:
-        """See :class:`GradsToStep`."""
-        if waiting is not None:
-            return GradsToStep(waiting.grads, waiting.factors, True, False)
-        values, has_sparse = self.true_ones()
-        return GradsToStep(values, Factors(self.one, self.one), False, has_sparse)
-
-    # -- norm and clip -----------------------------------------------------------------------------------------------
-
-    def norm(self) -> Tensor:
-        """The 2-norm over the true gradients, read again: float64, 0-dim."""
-        values, _ = self.true_ones()
-        if all([value is None for value in values]):  # noqa: C419
-            return torch.zeros_like(self.stats.norm)
-        return kernels.multi_tensor_l2norm(values)[0]
-
-    def largest_norm(self) -> Tensor:
-        """float32, 0-dim: the largest of the rows' norms that the last pass has found. No element is larger."""
-        sums = self.stats.sumsq
-        return sums.amax().sqrt().float() if len(sums) else torch.zeros_like(self.one)
-
-    def measured_power_sum(self, counted: Callable[[Tensor], bool]) -> Tensor:
-        """float64, 0-dim: the sum of squares that the last pass has found, of parameters that are ``counted``."""
-        mine = torch.tensor([counted(model) for model in self.models], dtype=torch.bool, device=self.one.device)
-        return self.stats.sumsq.where(mine, 0.0).sum()  # not times the mask: inf * 0 is nan
-
-    def power_sum(self, norm_type: float, counted: Callable[[Tensor], bool]) -> Tensor:
-        """float64, 0-dim: the sum of |g|**p over true gradients (p = inf: the largest |g|)."""
-        values = [
-            value
-            for value, model in zip(self.true_ones()[0], self.models, strict=True)
-            if value is not None and value.numel() and counted(model)
-        ]
-        if not values:
-            return torch.zeros((), dtype=torch.float64, device=self.one.device)
-        if norm_type == 2.0:
-            return kernels.multi_tensor_l2norm(values)[0].square()
-        parts = torch.stack([vector_norm(value, norm_type) for value in values])
-        return parts.amax() if norm_type == float("inf") else parts.pow(norm_type).sum()
-
-    def chosen(self, of: set[int] | None) -> list[Tensor | None]:
-        """The true gradients that belong to the model's parameters with these ids; None elsewhere."""
-        values, _ = self.true_ones()
-        if of is None:
-            return values
-        return [value if id(model) in of else None for model, value in zip(self.models, values, strict=True)]
-
-    def clip_true(self, factor: Tensor, of: set[int] | None) -> None:
-        """Multiply true gradients by ``factor`` (float32, 0-dim). On the CPU a factor of 1 touches no memory."""
-        with torch.no_grad():
-            kernels.multi_tensor_scale(self.chosen(of), factor, cache=self.device.caches["clip"])
-
-    def mark_folded(self) -> None:
-        """Gradients were folded into the sums that masters hold: what stands in their place refuses to be used."""
-        for row, sum_ in enumerate(raw_grads(self.masters)):
-            model = self.pairs[row].model
-            if sum_ is not None and takes_place(model):
-                if row not in self._folded:
-                    self._folded[row] = FoldedGradient(model, self.pairs[row].name)
-                set_raw_grad(model, self._folded[row])
-
-    # -- the end -----------------------------------------------------------------------------------------------------
-
-    def release(self, frees: bool) -> None:
-        """A step is over, or was given up: what was found is forgotten, what is in ``.grad`` stays.
-
-        Args:
-            frees: give the memory of true gradients back.
-        """
-        if frees:
-            self._memory, self._rooms = [None] * len(self._memory), None
-            self.device.caches["unscale"].forget()  # which holds the list of rooms
-        self._folded.clear()  # they refer to the parameters, which torch could not swap
-        self.stats.reset()
-
-
-# -- all devices -------------------------------------------------------------------------------------------------------
-
-
-class Gradients:
-    """The gradients of all parameters, device by device.
-
-    Attributes:
-        each: of each device.
-    """
-
-    def __init__(self, params: ParamTable, masters: Masters) -> None:
         self.params = params
-        self.masters = masters
-        self.each: list[DeviceGradients] = []
-        self.follow_params()
-
-    def follow_params(self, keeps: bool = False) -> None:
-        """Parameters or masters came or went. What masters hold stays.
-
-        Args:
-            keeps: all parameters are where they were, and some got their master: what was found stays too.
-        """
-        before = self.each
-        self.each = [DeviceGradients(device, self.params, self.masters) for device in self.params.devices]
-        if keeps and len(before) == len(self.each):
-            for each, earlier in zip(self.each, before, strict=True):
-                each.stats = earlier.stats
-        self._place = {id(each.device): place for place, each in enumerate(self.each)}
+        self.gradients = gradients
+        self.device = device
+        self.sums = sums
+        self.ranks = ranks
+        self.replicas = Replicas()
+        self.backwards = 0
+        self.stage: Any = Ready()
+        self.step: Step | None = None
+        self.own_scaler = own_scaler
+        self._units = UnitScales()
 
     @property
-    def stats(self) -> list[kernels.GradStats]:
-        """By device: where the passes write."""
-        return [each.stats for each in self.each]
+    def scale(self) -> BackwardScale | None:
+        """Of the present gradients; of sums, of the last backward. None where there are none."""
+        return getattr(self.stage, "scale", None)
 
-    def tensors(self) -> list[Tensor]:
-        """Every gradient that is there, the masters' too, and memory that is kept for them."""
-        found = [*raw_grads(self.params.models), *raw_grads(self.params.masters), *raw_grads(self.params.elsewhere)]
-        for each in self.each:
-            found += each.memory()
-        return [tensor for tensor in found if tensor is not None and not is_folded(tensor)]
+    @property
+    def check(self) -> Check | None:
+        """What the last check of the present gradients has found; None where there was none."""
+        return getattr(self.stage, "check", None)
 
-    def by_device(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[DeviceGradients, Sequence[Tensor | None]]]:
-        """Each device with its rows of ``grads``, which are of all parameters."""
-        for each in self.each:
-            whole = len(self.each) == 1
-            yield each, grads if whole else list(map(grads.__getitem__, each.device.positions))
+    @property
+    def losses(self) -> tuple[Tensor, ...]:
+        """Of the present gradients' backwards, unscaled, where they are single numbers."""
+        return getattr(self.stage, "losses", ())
 
-    # -- the passes --------------------------------------------------------------------------------------------------
+    @property
+    def is_own(self) -> bool:
+        """Whether ``opt.backward(loss)`` or ``opt.scale_loss(loss)`` has made the present gradients."""
+        return self.scale is not None and self.scale.by is ScaledBy.ENGINE
 
-    def check(self, grads: Sequence[Tensor | None], inv_scale: Tensor) -> list[Waiting] | None:
-        """Flags and norm of the model's gradients times ``inv_scale``.
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step of this optimizer is under way, in any thread: a hook has called, or another thread has."""
+        return self.step is not None and self.step.runs
 
-        Args:
-            grads: the model's, of all parameters, as they were just read.
-            inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
+    def is_one(self, scaler: LossScaler | None = None) -> bool:
+        """Whether a scale, else the own one, is static and exactly 1. Syncs once for each value of a static scale."""
+        return self._units.has(self.own_scaler() if scaler is None else scaler)
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def look(self, weights: tuple[Any, ...] | None = None) -> Look:
+        """What gradients there are now: see :meth:`.Look.at`."""
+        return Look.at(self.params, weights, getattr(self.stage, "stamp", None))
+
+    def see(self, look: Look) -> Look:
+        """Go on from what became of gradients since their stamps; every call that needs them begins with it.
 
         Returns:
-            By device, what waits. None where there are sparse ones: they can't wait, and true ones were made of all.
+            What there is then.
 
         Raises:
-            RuntimeError: a parameter's dtype, shape or device was changed.
+            RuntimeError: they are incomplete, or one was written where that does not count.
         """
-        with NamingChanges(self.params):
-            waiting = [each.check(mine, inv_scale.to(each.one.device)) for each, mine in self.by_device(grads)]
-        if any([one.sparse for one in waiting]):  # noqa: C419
-            self.check_and_unscale(grads, inv_scale)
+        stage, grads = self.stage, look.grads.tensors
+        if type(stage) is Ready:
+            return look
+        if self._are_cleared(grads):
+            self.reset(keeps_true=False)
+            return look
+        if type(stage) is Interrupted:
+            if not are_zero(grads):
+                raise errors.INTERRUPTED()
+            self.reset(keeps_true=False, zeros=grads)
+            return look
+        self._check_left_over(grads)
+        if self.is_to_fold:
+            self.fold(look, may_be_cleared=True)
+            return self.look()
+        if stage.stamp is None:
+            return look
+        written, gone = stage.stamp.compare(look.grads)
+        if gone:
+            self.leave_alone(gone, look)
+        if written and (self.is_sum or not all(stage.stamp.is_of(i, grads[i]) for i in written)):
+            # Zeros that DDP still reduces stand in the place of what was folded.
+            if not (self.is_sum and are_zero([grads[i] for i in written])):
+                self._refuse_writes(written, grads)
+        elif written:
+            if not are_zero(grads):
+                self._refuse_writes(written, grads)
+            self.reset(keeps_true=False, zeros=grads)
+            return look
+        if type(self.stage) is Unscaled:
+            self._notice_edits(self.stage)
+        return look
+
+    def _any_there(self, grads: Grads) -> bool:
+        return any_there(grads) or (bool(self.params.elsewhere) and any_raw_grad(self.params.elsewhere))
+
+    def _are_cleared(self, grads: Grads) -> bool:
+        """Whether all gradients were set to None since."""
+        if self._any_there(grads):
+            return False
+        stage = self.stage
+        if type(stage) is Checked:
+            return bool(stage.check.has_grads)  # else there were none: other ranks had some
+        if type(stage) is Unscaled and (stage.stamp.is_empty or not stage.check.has_grads):
+            return stage.check.has_grads and not any_raw_grad(self.params.masters)  # the user has set them there
+        return True
+
+    def _check_left_over(self, grads: Grads) -> None:
+        """Raise where a loss was scaled over gradients of an earlier step, and one of them is still there."""
+        stage = self.stage
+        if type(stage) is not Scaled or stage.left_over is None:
+            return
+        left = [at for at, grad in enumerate(grads) if stage.left_over.is_of(at, grad)]
+        if left:
+            raise errors.NOT_CLEARED(names=describe([self.params.names[at] for at in left]))
+        self.stage = stage._replace(left_over=None)
+
+    def leave_alone(self, gone: list[int], look: Look) -> None:
+        """Gradients that were set to None are not part of the step: the others are measured again."""
+        stage = self.stage._replace(stamp=self.stage.stamp.without(gone))
+        if type(stage) is Checked:
+            self.gradients.check(look, stage.scale.inv_scale)
+            stage = stage._replace(check=self._found_anew(stage), is_measured=stage.factor is None)
+        elif type(stage) is Unscaled:
+            set_grads([self.params.masters[at] for at in gone], [None] * len(gone))
+            self.gradients.measure()
+            true_stamp = stage.true_stamp.without(gone)  # which is no edit
+            stage = stage._replace(true_stamp=true_stamp, check=self._found_anew(stage), is_measured=True)
+        self.stage = stage
+
+    def _refuse_writes(self, written: list[int], grads: Grads) -> None:
+        stage = self.stage
+        names = describe([self.params.names[i] for i in written])
+        if self.is_sum:
+            raise errors.WRITTEN_AFTER_THE_FOLD(names=names)
+        if stage.scale.by.is_grad_scaler:
+            raise errors.CLIPPED_THE_MODEL(names=names)
+        moved = [grads[i] for i in written]
+        has_moved = not self.replicas.are_told and any(grad is not None and grad._is_view() for grad in moved)
+        refusal = errors.WRITTEN_AFTER_BACKWARD if type(stage) is Scaled else errors.WRITTEN_AFTER_THE_CHECK
+        raise refusal(
+            names=names,
+            clip="" if self.is_own else errors.CLIP_UNDER_A_GRAD_SCALER,
+            moved=errors.DDP_MOVES_GRADIENTS if has_moved else "",
+        )
+
+    def _notice_edits(self, stage: Unscaled) -> None:
+        """Master gradients that were edited count: they are checked anew, like those that a GradScaler divides."""
+        masters = raw_grads(self.params.masters)
+        is_edited = any(stage.true_stamp.compare(masters))
+        was_divided = stage.scale.by is ScaledBy.DIVIDED and not (stage.is_measured or stage.is_closed)
+        if not (is_edited or was_divided):
+            return
+        self.gradients.measure()
+        check = self._found_anew(stage._replace(check=stage.check._replace(is_agreed=False)))
+        self.stage = stage._replace(
+            true_stamp=GradientStamp(masters),
+            is_closed=stage.is_closed or is_edited,
+            is_measured=True,
+            check=self._with_norm(check, stage.scale.scaler),
+        )
+
+    def _found_anew(self, stage: Any) -> Check:
+        """What the last pass over the gradients of a stage has found."""
+        found = self.gradients.found_inf(self.device).clone()
+        made: Check = stage.check.found_anew(found, stage.scale.scaler)
+        return made
+
+    # -- backwards ---------------------------------------------------------------------------------------------------
+
+    def begin_backward(
+        self, look: Look, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None
+    ) -> BackwardScale:
+        """A backward with ``scaler``'s present scale is about to add to the model's gradients.
+
+        Args:
+            may_clear: the user runs it: gradients of an earlier step raise later, if they are still there.
+            loss: unscaled, where it is a single number.
+
+        Raises:
+            RuntimeError: gradients are incomplete, were written, were clipped or edited, or are of another scale.
+        """
+        self._end_empty()
+        look = self.see(look)
+        stage = self.stage
+        if getattr(stage, "is_closed", False):
+            raise errors.BACKWARD_AFTER_A_CLIP()
+        if self.scale is not None and self.scale.by.is_grad_scaler:
+            raise errors.BACKWARD_AFTER_UNSCALE()
+        left_over, sums = getattr(stage, "left_over", None), None
+        if type(stage) is Ready:
+            left_over = self._left_over(stage, look, scaler, may_clear)
+        elif self.is_sum or not stage.scale.is_current(scaler):
+            sums = self.sum_up(look)
+        scale = self.scale
+        if scale is None or scale.by is not ScaledBy.ENGINE or not scale.is_current(scaler):
+            scale = BackwardScale.of(scaler)
+        if sums is None and (type(stage) is Unscaled or (type(stage) is Ready and stage.holds_true)):
+            self.gradients.forget_true()
+        losses = self.losses if loss is None else (*self.losses, loss)
+        self.stage = Scaled(scale, None, losses, left_over, sums)
+        self.backwards += 1
+        return scale
+
+    def _left_over(self, stage: Ready, look: Look, scaler: LossScaler, may_clear: bool) -> GradientStamp | None:
+        """Rule 5: gradients that are there when the first backward of a step begins; None where they may stay."""
+        if self.is_one(scaler) or self.has_zeros(look.grads):
             return None
-        return waiting
+        left = self.gradients.not_zero(look.grads.tensors, self.ranks)
+        if not left:
+            return None
+        if self.sums or not may_clear:
+            raise errors.NOT_CLEARED(names=describe(left))
+        return GradientStamp(look.grads)
 
-    def check_and_unscale(self, grads: Sequence[Tensor | None], inv_scale: Tensor) -> None:
-        """:meth:`check`, and write true gradients to the masters, in one pass."""
-        with torch.no_grad(), NamingChanges(self.params):
-            for each, mine in self.by_device(grads):
-                each.check_and_unscale(mine, inv_scale.to(each.one.device))
-
-    def unscale(self, waiting: Sequence[Waiting]) -> None:
-        """Write true gradients to the masters, of those that wait, with the factor of a clip."""
-        for each, mine in zip(self.each, waiting, strict=True):
-            each.unscale(mine)
-
-    def recheck(self) -> None:
-        """Flags and norm of true gradients as they are now."""
-        for each in self.each:
-            each.recheck()
-
-    def multiply_true(self, inv_scale: Tensor) -> None:
-        """Multiply true gradients by ``inv_scale`` (float32, 0-dim), checked on the way. No host sync."""
-        for each in self.each:
-            each.multiply_true(inv_scale.to(each.one.device))
-
-    def drop(self, positions: Sequence[int], waiting: Sequence[Waiting] | None) -> list[Waiting] | None:
-        """Gradients that were set to None are not part of the step. Returns what waits without them."""
-        left = None if waiting is None else list(waiting)
-        for position in positions:
-            place = next(n for n, each in enumerate(self.each) if position in each.device.positions)
-            row = self.params.all[position].row
-            self.each[place].drop(row)
-            if left is not None:
-                left[place] = left[place].without(row)
-        return left
-
-    # -- what was found ----------------------------------------------------------------------------------------------
-
-    def found_inf(self, device: torch.device) -> Tensor:
-        """float32, 0-dim: 1.0 where the last pass met a non-finite gradient, else 0.0. Overwritten by the next."""
-        found = [each.stats.found_inf.to(device) for each in self.each]
-        if len(found) == 1:
-            return found[0]
-        return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float32, device=device)
-
-    def flags(self) -> list[Tensor]:
-        """By device: int32 bits ``kernels.INF | kernels.NAN`` of each row, which the next pass overwrites. No sync."""
-        return [each.stats.nonfinite for each in self.each]
-
-    def to_step(self, device: DeviceParams, waiting: Sequence[Waiting] | None) -> GradsToStep:
-        """A device's gradients as a step takes them: those that wait; else the true ones."""
-        place = self._place[id(device)]
-        return self.each[place].to_step(None if waiting is None else waiting[place])
-
-    # -- norm and clip -----------------------------------------------------------------------------------------------
-
-    def norm(self, norm_type: float, device: torch.device, is_measured: bool, of: set[int] | None = None) -> Tensor:
-        """float64, 0-dim, on ``device``: the norm over all gradients. No host sync.
-
-        The 2-norm was summed by the pass that checked; it is read again only after a clip.
+    def end_backward(self, stamp: bool) -> None:
+        """A backward is over.
 
         Args:
-            is_measured: whether the last pass has summed the squares of the gradients as they are.
-            of: ids of the model's parameters whose gradients are meant; None: all.
+            stamp: remember its gradients, so that an edit is noticed, and fold them into sums where there are any.
+                Without it they are the user's until the next call.
         """
-        if of is None and norm_type == 2.0 and is_measured:
-            return total_norm([each.stats.norm for each in self.each], norm_type, device)
-        if of is None and norm_type == 2.0:
-            return total_norm([each.norm() for each in self.each], norm_type, device)
-        power = self.power_sum(norm_type, device, is_measured, lambda param: of is None or id(param) in of)
-        return power if norm_type == float("inf") else power.pow(1.0 / norm_type)
+        if self.is_to_fold:
+            if stamp:
+                self.fold(self.look(), may_be_cleared=False)
+        elif stamp and type(self.stage) is Scaled and not self.replicas.local:  # else a later backward reduces them
+            self.stage = self.stage._replace(stamp=GradientStamp(counted_gradients(self.params.models)))
 
-    def largest_norm(self, device: torch.device) -> Tensor:
-        """float32, 0-dim, on ``device``: the largest of the norms of single tensors at the last pass. No host sync."""
-        norms = [each.largest_norm().to(device) for each in self.each]
-        return torch.stack(norms).amax() if norms else torch.zeros((), dtype=torch.float32, device=device)
+    def reopen(self) -> Check | None:
+        """SCALED again where true gradients were made, and are as they were made: for faces that make them at once.
 
-    def power_sum(
-        self, norm_type: float, device: torch.device, is_measured: bool, counted: Callable[[Tensor], bool]
-    ) -> Tensor:
-        """float64, 0-dim: the sum of |g|**p over the elements that this rank counts (p = inf: the largest |g|)."""
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        with torch.no_grad():
-            for each in self.each:
-                if norm_type == 2.0 and is_measured:
-                    part = each.measured_power_sum(counted).to(total)
-                else:
-                    part = each.power_sum(norm_type, counted).to(total)
-                total = torch.maximum(total, part) if norm_type == float("inf") else total + part
-        return total
+        What comes then is part of the step, and the next check finds anew what is in the gradients.
 
-    def clip_true(self, factor: Tensor, of: set[int] | None = None) -> None:
-        """Multiply true gradients by ``factor`` (float32, 0-dim). No host sync.
+        Returns:
+            What was found in them; None where the stage stays as it is.
+        """
+        if type(self.stage) is Unscaled:
+            self.see(self.look())
+        stage = self.stage
+        if type(stage) is not Unscaled or stage.is_sum or stage.is_closed or stage.scale.by is ScaledBy.DIVIDED:
+            return None
+        self.gradients.forget_true()
+        self.stage = Scaled(stage.scale, stage.stamp, stage.losses)
+        return stage.check
+
+    def interrupt(self) -> None:
+        """A backward raised while gradients were being added up."""
+        self.gradients.forget_true()
+        self.stage = Interrupted()
+
+    def waits_for_reduction(self) -> bool:
+        """Whether gradients were made under DDP's no_sync, and are to be reduced by a later backward."""
+        return self.replicas.local and not (self.is_to_fold or self.is_sum)
+
+    def waits_for_step(self) -> bool:
+        """Whether gradients do. READY where they were cleared, in whatever way: an abandoned batch."""
+        if type(self.stage) is not Ready and self._are_cleared(raw_grads(self.params.models)):
+            self.reset(keeps_true=False)
+        return type(self.stage) is not Ready
+
+    # -- gradients that came without backward(loss) ------------------------------------------------------------------
+
+    def take_external(
+        self,
+        look: Look,
+        scaler: LossScaler | None = None,
+        inv_scale: Tensor | None = None,
+        by: ScaledBy = ScaledBy.USER,
+    ) -> bool:
+        """In READY, take the gradients that are there as made by a plain backward.
 
         Args:
-            of: ids of the model's parameters whose gradients are meant; None: all.
-        """
-        for each in self.each:
-            each.clip_true(factor.to(each.one.device), of)
+            scaler: the user says that they were scaled by its present scale. None: by the own one, if that is 1.
+            inv_scale: float32, 0-dim: what a GradScaler would multiply them by. None: 1 / the scale of ``scaler``.
 
-    def clip_values(self, largest: float, found_inf: Tensor, of: set[int] | None = None) -> None:
-        """Bring every element of true gradients to at most ``largest`` in size. No host sync.
+        Returns:
+            Whether there are any.
+
+        Raises:
+            RuntimeError: they were not scaled, and the own scale is not 1.
+        """
+        stage = self.stage
+        if type(stage) is not Ready or not self._any_there(look.grads.tensors):
+            return False
+        is_known, scaler = scaler is not None or inv_scale is not None, scaler or self.own_scaler()
+        if not (is_known or self.is_one(scaler)) and (named := self.gradients.not_zero(look.grads.tensors, self.ranks)):
+            raise errors.NOT_OF_THIS_STEP(scale=float(scaler.scale), names=describe(named))
+        scale = BackwardScale.of(scaler, by)
+        if inv_scale is not None:
+            scale = scale._replace(inv_scale=inv_scale.to(self.device))
+        if stage.holds_true:
+            self.gradients.forget_true()
+        self.gradients.release()
+        self.stage = Scaled(scale)
+        return True
+
+    def has_zeros(self, grads: Grads) -> bool:
+        """In READY: whether gradients are zeros of ``zero_grad(set_to_none=False)``, untouched since."""
+        return self.stage.are_zeros and not self.stage.stamp.compare(grads)[0]
+
+    def has_new(self) -> bool:
+        """In READY: whether the model has gradients that no step has used, and that are no zeros of ``zero_grad``."""
+        if type(self.stage) is not Ready:
+            return False
+        grads = raw_grads(self.params.models)
+        return any_there(grads) if self.stage.stamp is None else bool(self.stage.stamp.compare(grads)[0])
+
+    def tell(self, look: Look, inv_scale: Tensor, by: ScaledBy) -> None:
+        """A GradScaler tells its scale: gradients that it has not unscaled are to be multiplied by ``inv_scale``.
 
         Args:
-            largest: not negative.
-            found_inf: float32, 0-dim. Where it is 1.0 gradients stay, or an inf would become a number.
-            of: ids of the model's parameters whose gradients are meant; None: all.
+            inv_scale: float32, 0-dim, any device. Told again, it changes nothing.
+            by: TOLD, or TOLD_IN_STEP.
         """
-        bound = torch.full_like(found_inf, largest, dtype=torch.float64).masked_fill_(found_inf > 0, float("inf"))
-        with torch.no_grad():
-            for value in [value for each in self.each for value in each.chosen(of)]:
-                if value is not None:
-                    mine = bound.to(value.device, value.dtype)
-                    value.clamp_(-mine, mine)
+        if self.take_external(look, inv_scale=inv_scale, by=by):
+            return
+        look = self.see(look)
+        stage = self.stage
+        if type(stage) in (Ready, Interrupted) or stage.scale.by.is_told:
+            return
+        told = stage.scale._replace(inv_scale=inv_scale.to(self.device), by=by)
+        if type(stage) is Scaled:
+            self.stage = stage._replace(scale=told)
+            return
+        self.unscale(look)  # read before: taken as made at 1
+        self.gradients.measure(told.inv_scale)
+        check = Check(((told.scaler, self.gradients.found_inf(self.device).clone()),))
+        self.stage = self.stage._replace(
+            scale=told, true_stamp=GradientStamp.of(self.params.masters), check=check, is_measured=True
+        )
+
+    # -- the check ---------------------------------------------------------------------------------------------------
+
+    def finalize(
+        self,
+        look: Look,
+        write: bool = False,
+        norm_type: float | None = None,
+        of: set[int] | None = None,
+        max_norm: float | None = None,
+    ) -> Check | None:
+        """Whether the gradients as they are now are finite; None where there are none. No host sync.
+
+        Where masters are spread over ranks it costs one message, with the norm or without. FP32 sums that were made
+        under DDP's ``no_sync`` are averaged over the ranks.
+
+        Args:
+            write: make true gradients of all; else a check is enough.
+            norm_type: p of the norm that is wanted too.
+            of: ids of the model's parameters whose norm it is; None: of all.
+            max_norm: what gradients are to be clipped to, for other ranks to compare.
+
+        Raises:
+            RuntimeError: a backward was interrupted; or gradients were written where that does not count.
+        """
+        write = write or (norm_type is not None and (norm_type != 2.0 or of is not None))
+        if not self.bring_up(look, write):
+            if not self.ranks.expects_all:
+                return None
+            self.gradients.release()  # other ranks may have gradients, and expect what this one has found
+            self._check(Scaled(BackwardScale.of(self.own_scaler())), look, write, has_grads=False)
+        if norm_type is not None and not self.stage.is_measured:  # after a clip
+            self.unscale(look)
+        if self.is_sum and self.stage.unreduced:
+            self.reduce()
+        if not self.ranks.alone:
+            return self._agree(norm_type, of, max_norm)
+        check: Check = self.stage.check
+        if norm_type is None:
+            return check
+        return check._replace(norm=self.gradients.norm(norm_type, self.device, self.stage.is_measured, of))
+
+    def bring_up(self, look: Look, write: bool) -> bool:
+        """Check the gradients as they are now, or make true ones; False where there are none. Raises as finalize."""
+        look = self.see(look)
+        if type(self.stage) is Ready:
+            if not self.take_external(look):
+                return False
+        else:
+            self._check_reduced()
+        if type(self.stage) is Scaled:
+            self._check(self.stage, look, write)
+        if write:
+            self.unscale(look)
+        return True
+
+    def _check(self, stage: Scaled, look: Look, write: bool, has_grads: bool = True) -> None:
+        """SCALED to CHECKED or, where true gradients are wanted or kernels can't step some, to UNSCALED."""
+        if has_grads and self.is_to_fold:
+            self.fold(look, may_be_cleared=False)
+            return
+        stamp = GradientStamp(look.grads) if stage.stamp is None else stage.stamp
+        is_checked = not write and self.gradients.check(look, stage.scale.inv_scale)
+        if not is_checked:
+            self.gradients.write(look, stage.scale.inv_scale)
+        check = Check(((stage.scale.scaler, self.gradients.found_inf(self.device)),), has_grads=has_grads)
+        if not self.replicas.local:
+            check = self._with_norm(check, stage.scale.scaler)
+        if is_checked:
+            self.stage = Checked(stage.scale, stamp, check, stage.losses)
+        else:
+            self.stage = Unscaled(stage.scale, stamp, GradientStamp.of(self.params.masters), check, stage.losses)
+
+    def _with_norm(self, check: Check, scaler: LossScaler) -> Check:
+        """With the largest norm of the last pass, where the scaler follows norms."""
+        if not scaler.follows_norms:
+            return check
+        return check._replace(norms=(*check.norms, (scaler, self.gradients.largest_norm(self.device).clone())))
+
+    def unscale(self, look: Look) -> None:
+        """UNSCALED: make true gradients of those that were checked, with the factor of a clip."""
+        stage = self.stage
+        if type(stage) is not Checked:
+            return
+        self.gradients.write(look, stage.scale.inv_scale, stage.factor, checked=True)
+        kept = stage.is_closed, stage.is_measured
+        self.stage = Unscaled(
+            stage.scale, stage.stamp, GradientStamp.of(self.params.masters), stage.check, stage.losses, *kept
+        )
+
+    def update(self, look: Look) -> None:
+        """The door: take the model's gradients as they are now, from any writer, and write true ones to masters."""
+        self._end_empty()
+        self.take_external(look, self.own_scaler())
+        if type(self.stage) in (Ready, Interrupted) or self.is_to_fold or self.is_sum:
+            self.see(look)
+        if type(self.stage) in (Checked, Unscaled) and self.stage.scale.by.is_grad_scaler:
+            raise errors.UPDATED_AFTER_UNSCALE()
+        self._check_reduced()
+        if type(self.stage) is Ready or self.is_sum:
+            return
+        if self._are_cleared(look.grads.tensors):
+            self.reset(keeps_true=False)
+            return
+        self._check_left_over(look.grads.tensors)
+        self._check(Scaled(self.stage.scale, None, self.losses), look, write=True)
+
+    def _check_reduced(self) -> None:
+        if self.waits_for_reduction():
+            raise errors.NO_SYNC()
+
+    def _end_empty(self) -> None:
+        """READY where gradients are about to come and this rank had none: other ranks have begun anew too."""
+        if self.check is not None and not self.check.has_grads:
+            self.reset(keeps_true=False)
+
+    def _agree(self, norm_type: float | None, of: set[int] | None, max_norm: float | None) -> Check | None:
+        """One message for what was found and the norm, at the first of clipping and stepping; None: no rank has any."""
+        check: Check = self.stage.check
+        if check.is_agreed and norm_type is None:
+            return check
+        power = None
+        if norm_type is not None:
+            counted = self.ranks.counted
+            power = self.gradients.power_sum(
+                norm_type,
+                self.device,
+                self.stage.is_measured,
+                lambda param: (of is None or id(param) in of) and counted(param),
+            )
+        mine = [one for _, one in check.found]
+        asked = Asked(norm_type, max_norm, check.turn)
+        found, norm, has_grads, origin = self.ranks.agree(mine, asked, power, check.has_grads, self.losses)
+        every = tuple((scaler, one) for (scaler, _), one in zip(check.found, found, strict=True))
+        norms = check.norms
+        if norms and not check.is_agreed:
+            largest = self.ranks.largest(torch.stack([one for _, one in norms])).unbind()
+            norms = tuple((scaler, one) for (scaler, _), one in zip(norms, largest, strict=True))
+        check = check._replace(found=every, is_agreed=True, turn=check.turn + 1, norms=norms, origin=origin)
+        self.stage = self.stage._replace(check=check)
+        if not (check.has_grads or bool(has_grads)):
+            self.reset(keeps_true=False)
+            return None
+        return check._replace(norm=norm)
+
+    # -- what DDP and the faces ask ----------------------------------------------------------------------------------
+
+    def is_as_stamped(self) -> bool:
+        """Whether the stamps tell of no gradient that was written, replaced or set to None since."""
+        stamped = (
+            (getattr(self.stage, "stamp", None), self.params.models),
+            (getattr(self.stage, "true_stamp", None), self.params.masters),
+        )
+        return all(stamp is None or not any(stamp.compare(raw_grads(tensors))) for stamp, tensors in stamped)
+
+    def stamp_again(self) -> None:
+        """DDP has moved gradients into its buckets: the stamp is of those that are there now, which are the same."""
+        if getattr(self.stage, "stamp", None) is not None:
+            self.stage = self.stage._replace(stamp=GradientStamp.of(self.params.models))
+
+    def blame(self, scaler: LossScaler, found: Tensor) -> None:
+        """Count ``found`` (float32, 0-dim) into what ``scaler``'s backwards gave: it was found in another optimizer."""
+        if self.check is not None:
+            self.stage = self.stage._replace(check=self.check.with_found(scaler, found.to(self.device)))
+
+    # -- clips and edits ---------------------------------------------------------------------------------------------
+
+    def clip(self, look: Look, factor: Tensor, of: set[int] | None, is_one: bool = False) -> None:
+        """Multiply all gradients by ``factor`` (float32, 0-dim), or those of some parameters. No host sync.
+
+        A second factor would be a third rounding, so gradients that wait are made true before one.
+
+        Args:
+            is_one: whether the factor is known to be 1: then no memory is touched.
+        """
+        stage = self.stage
+        if type(stage) is Checked and (stage.factor is None and of is None):
+            self.stage = stage._replace(factor=factor, is_measured=is_one)
+            return
+        if not is_one:
+            self.unscale(look)
+            self.gradients.clip(factor, of)
+        self.close(is_measured=self.stage.is_measured and is_one)
+
+    def close(self, is_measured: bool) -> None:
+        """Gradients were clipped: no further backward is part of the step."""
+        if type(self.stage) is Unscaled:
+            self.stage = self.stage._replace(
+                is_closed=True, is_measured=is_measured, true_stamp=GradientStamp.of(self.params.masters)
+            )
+
+    # -- FP32 sums: what :class:`.modes.sums.SummingState` does ------------------------------------------------------
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether masters hold FP32 sums, and nothing waits to be added to them."""
+        return type(self.stage) is Unscaled and self.stage.is_sum
+
+    @property
+    def is_to_fold(self) -> bool:
+        """Whether the model's gradients are to be added to FP32 sums."""
+        return type(self.stage) is Scaled and (self.sums or self.stage.sums is not None)
+
+    @abc.abstractmethod
+    def sum_up(self, look: Look) -> Unscaled:
+        """A second scaler joins in, or a further backward: what there is, as sums."""
+
+    @abc.abstractmethod
+    def fold(self, look: Look, may_be_cleared: bool) -> None:
+        """UNSCALED: add the model's gradients to the sums.
+
+        Args:
+            may_be_cleared: the user's code has run since the backward: a gradient that is None gives its sum up.
+        """
+
+    @abc.abstractmethod
+    def reduce(self) -> None:
+        """Average over the ranks what was summed under ``no_sync``."""
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def to_step(self, look: Look, place: int) -> GradsToStep:
+        """What a step of the device at ``place`` takes: the look's gradients, still scaled, or the true ones."""
+        stage, each = self.stage, self.gradients.each[place]
+        if type(stage) is not Checked:
+            return GradsToStep(each.true_values(), Factors(each.one, each.one), each.first_sparse())
+        factor = each.one if stage.factor is None else stage.factor.to(each.one.device)
+        return GradsToStep(look.rows[place], Factors(stage.scale.inv_scale.to(each.one.device), factor))
+
+    def stop_step(self) -> None:
+        """A step has written nothing: the gradients wait as they did.
+
+        A GradScaler that has told its scale in that step will tell it again, or unscale them itself: they are as the
+        backward left them, but for clipped and edited ones, and sums.
+        """
+        stage = self.stage
+        is_told = self.scale is not None and self.scale.by is ScaledBy.TOLD_IN_STEP
+        if is_told and not self.is_sum and not getattr(stage, "is_closed", False):
+            self.gradients.forget_true()
+            self.stage = Scaled(BackwardScale.of(stage.scale.scaler, ScaledBy.USER), stage.stamp, stage.losses)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def release(self, frees: bool = False) -> None:
-        """A step is over, or was given up: what was found is forgotten; what is in ``.grad`` stays.
+    def holds_groups(self) -> bool:
+        """Whether param_groups may not change now: between a check and its step, which the user has not given up."""
+        stage = self.stage
+        if self.is_sum:
+            edited = stage.true_stamp.compare(raw_grads(self.params.masters))
+            return stage.is_closed or stage.scale.by.is_grad_scaler or any(edited)
+        return type(stage) in (Checked, Unscaled) and not self._are_cleared(raw_grads(self.params.models))
+
+    def require_open(self, strictly: bool = False) -> None:
+        """Raise ``RuntimeError`` where parameters are about to change between a check and its step.
 
         Args:
-            frees: no true gradients were made: give back memory that is kept from an earlier step, in which they were.
+            strictly: also where the model's gradients were cleared since, as the user asks for the change now.
         """
-        for each in self.each:
-            each.release(frees or not self.masters.keeps_gradients)
+        is_checked = type(self.stage) in (Checked, Unscaled) and not self.is_sum
+        if self.holds_groups() or (strictly and is_checked):
+            raise errors.GROUPS_CHANGED()
 
-    def forget_true(self) -> None:
-        """Masters have no gradients."""
-        drop_gradients([pair.master for pair in self.params.all if pair.has_master])
+    def follow_params(self, came_from: Sequence[int | None], is_thaw: bool = False) -> None:
+        """Parameters or masters came or went.
+
+        Args:
+            came_from: by new position, the old one; None for a parameter that came, of which nothing is known.
+            is_thaw: all are where they were: those that came have got their master. What thaws between a check and its
+                step waits for the next one.
+        """
+        if type(self.stage) is Checked and is_thaw:
+            self.unscale(self.look().without(self.params, [at for at, old in enumerate(came_from) if old is None]))
+        self.gradients.follow_params(keeps=is_thaw)
+        stage = self.stage
+        if type(stage) in (Checked, Unscaled) and not (is_thaw or self.is_sum):
+            self.reset(keeps_true=False)
+        else:
+            now = [None] * len(self.params) if type(stage) is Ready else raw_grads(self.params.models)
+            stamps = {name: getattr(stage, name, None) for name in ("stamp", "left_over")}
+            self.stage = stage._replace(
+                **{name: stamp.moved(came_from, now) for name, stamp in stamps.items() if stamp is not None}
+            )
+        if self.is_sum and not is_thaw:
+            true_stamp = stage.true_stamp.moved(came_from, raw_grads(self.params.masters))
+            self.stage = self.stage._replace(true_stamp=true_stamp)
+            self.gradients.measure()
+
+    def reset(self, keeps_true: bool = True, zeros: Grads | None = None) -> None:
+        """READY: a step has used the gradients, or they were cleared, or are given up.
+
+        Args:
+            keeps_true: leave master gradients to be read.
+            zeros: what the model's gradients are now, where they were cleared to zeros.
+        """
+        stage = self.stage
+        self.gradients.release(frees=type(stage) is Checked)
+        if not keeps_true:
+            self.gradients.forget_true()
+        stamp = getattr(stage, "stamp", None) if zeros is None else GradientStamp(zeros)
+        if stamp is None:
+            stamp = GradientStamp.of(self.params.models)
+        self.stage = Ready(stamp, zeros is not None, holds_true=type(stage) is Unscaled and keeps_true)
+
+    def forget(self) -> None:
+        """READY: a checkpoint was loaded. Gradients that are incomplete stay so."""
+        if type(self.stage) is not Interrupted:
+            self.reset(keeps_true=False)
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the model's gradients, as ``torch.optim.Optimizer.zero_grad`` does; masters have none after it."""
-        freed = self.params.masters if set_to_none else [pair.master for pair in self.params.all if pair.has_master]
-        tensors = [*self.params.models, *self.params.elsewhere]
-        set_grads([*freed, *tensors] if set_to_none else freed, None)
-        for tensor in () if set_to_none else tensors:
-            grad = raw_grad(tensor)
-            if is_folded(grad):
-                set_raw_grad(tensor, None)
-            elif grad is not None:
-                if grad.requires_grad:
-                    grad = grad.detach()
-                    set_raw_grad(tensor, grad)
-                grad.zero_()
+        """Clear the model's and the masters' gradients, and forget what was found in them.
 
-
-class NamingChanges:
-    """Where kernels refuse tensors within, a parameter that was changed is named instead."""
-
-    def __init__(self, params: ParamTable) -> None:
-        self._params = params
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, (TypeError, ValueError, RuntimeError)):
-            self._params.verify()
+        In a step (a hook has called) its stage stays.
+        """
+        self.gradients.clear(set_to_none)
+        if self.step is not None:
+            return
+        self.gradients.release()
+        zeros = None if set_to_none else GradientStamp.of(self.params.models)
+        self.stage = Ready(zeros, are_zeros=zeros is not None, holds_true=False)

@@ -17,7 +17,6 @@ from ..kernels.calls import Entries
 from ..kernels.tensor_lists import set_classes
 from .dtensors import different_bits, local, raw_grad, set_raw_grad
 from .params import DeviceParams, ParamPair, ParamTable
-from .progress import Progress
 
 
 class Masters(Protocol):
@@ -198,7 +197,7 @@ def _written(pair: ParamPair) -> Tensor:
 
 
 class GradientOwner(Protocol):
-    """What makes the gradients of masters: the :class:`~fp16opt.engine.step_state.StepState` of their optimizer."""
+    """What makes the gradients of masters: the :class:`~fp16opt.engine.gradients.StepState` of their optimizer."""
 
     def before_reading(self, position: int) -> None:
         """``.grad`` of the master of the pair at ``position`` is about to be read."""
@@ -321,14 +320,15 @@ def own_masters(params: ParamTable, owner: GradientOwner, mixed_in: Any = None) 
 
 
 @contextlib.contextmanager
-def ordinary_parameters(params: ParamTable, progress: Progress | None = None) -> Iterator[None]:
-    """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops."""
+def ordinary_parameters(params: ParamTable) -> Iterator[None]:
+    """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops.
+
+    Where an exception cuts its end, :func:`own_masters` puts that right.
+    """
     masters = params.masters
     owned = list(map(type, masters))
-
-    def put_back() -> None:
-        set_classes(masters, owned)
-
-    with (Progress() if progress is None else progress).putting_back(put_back):
+    try:
         set_classes(masters, list(map(_ORDINARY.get, owned, owned)))
         yield
+    finally:
+        set_classes(masters, owned)

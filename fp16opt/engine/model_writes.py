@@ -200,11 +200,11 @@ class ModelWrites:
 
     # -- weights that other code wrote ----------------------------------------------------------------------------
 
-    def sync(self, waits: bool = True, seen: bool = False) -> None:
+    def sync(self, waits: bool = True, weights: tuple[Any, ...] | None = None) -> None:
         """Follow the policy where weights hold other values than their masters.
 
         Args:
-            seen: whether the call has read the models, and no other code has run since.
+            weights: by device, what the call has read of them, if no code of the user's has run since.
             waits: False leaves the comparison to the device, where the policy is "refresh"; :meth:`warn_now` says what
                 was taken.
 
@@ -221,7 +221,7 @@ class ModelWrites:
             self.params.find_pieces()
         if self.policy == "ignore" or not self.params.any_apart:
             return
-        readings = [(group.seen if seen else None) or group.read_models() for group in self._groups]
+        readings = [group.read_models() for group in self._groups] if weights is None else list(weights)
         counted = self._versions_of(readings)
         if self.policy == "refresh" and not waits and not self.masters.ties:
             self._take_on_device(counted)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,40 +14,20 @@ from . import errors
 from .diagnostics import Lines, Overflow, SkipLog, are_finite, blamed, overflows_from_flags
 from .params import ParamTable
 from .ranks import Origin
-from .stage import OverflowCheck
+from .stage import Check
+from .step import Step
 
 _PATIENCE = 4  # steps without a gradient: one may come before any backward, or after one of another loss
 
 
 def update_scale(scaler: LossScaler, found_inf: Tensor) -> None:
     """``scaler.update(found_inf)``, in one call of compiled code where that can be. No host sync."""
-    ScaleUpdate(scaler, found_inf).run()
-
-
-class ScaleUpdate:
-    """One update of one scaler: it is made once, also where an exception has stopped it and it is asked for again."""
-
-    def __init__(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        self._scaler = scaler
-        self._found_inf = found_inf
-        self._returned: deque[Any] = deque(maxlen=1)
-        self._before: dict[str, Any] | None = None
-
-    def run(self) -> None:
-        """Make it, or what is left of it. No host sync, but after an exception."""
-        scaler, memory = self._scaler, self._scaler.memory
-        if self._returned:
-            scaler.generation += 1
-            return
-        if self._before is not None:  # stopped in the middle
-            scaler.load_state_dict(self._before)
-        moved = None if memory is None else backends.follow(self._found_inf, memory, self._returned)
-        if moved is None:
-            self._before = scaler.state_dict()
-            scaler.update(self._found_inf)
-            self._returned.append(True)
-        else:
-            scaler.generation += moved
+    memory = scaler.memory
+    moved = None if memory is None else backends.follow(found_inf, memory)
+    if moved is None:
+        scaler.update(found_inf)
+    else:
+        scaler.generation += moved
 
 
 def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tensor, skipped: Tensor) -> None:
@@ -67,23 +45,6 @@ def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tenso
         copy.copy_(one)
     last.copy_(found_inf)
     skipped.add_(found_inf)
-
-
-class Closing:
-    """What the end of one step has settled already.
-
-    Attributes:
-        after: what (steps, skipped here, taken) are after it; None before that is known.
-        scales: the updates of the scalers that took part.
-        is_noted: whether the outcome was noted on the device.
-        is_told: whether what the log will need was put aside.
-    """
-
-    def __init__(self) -> None:
-        self.after: tuple[int, int, int] | None = None
-        self.scales: list[ScaleUpdate] = []
-        self.is_noted = False
-        self.is_told = False
 
 
 class EmptySteps:
@@ -179,6 +140,11 @@ class Outcome:
         self._taken_before = count - (self.steps - self.all_or_nothing * self._skipped_since())
         self.log.taken = count
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Steps in all, those that the host has skipped, those taken: what :meth:`record` counts a step from."""
+        return self.steps, self._skipped_here, self.log.taken
+
     def number(self) -> int:
         """Of the step that is being taken, or comes next, from 1."""
         return max(0, self._taken_before + self.steps - self.all_or_nothing * self._skipped_since()) + 1
@@ -190,64 +156,65 @@ class Outcome:
 
     def record(
         self,
-        check: OverflowCheck,
+        check: Check,
         skipped: bool | Tensor,
         flags: list[Tensor],
         stats: Sequence[kernels.GradStats],
-        closing: Closing,
+        step: Step,
     ) -> bool | Tensor:
         """Note what became of a step, and have the scalers follow; nothing has been cleared yet.
 
-        Called again for the same step, after an exception has stopped it, it does what is left to do.
+        An exception may stop it, and it is called again then, but where the step says that it is counted.
 
         Args:
             skipped: Decided, or the device's flag (float32, 0-dim), which may lie in memory that is soon cleared.
             flags: By device, int32 bits for each row, in memory that is soon overwritten; none where nothing skipped.
             stats: Of the passes, by device: they may be cleared on the way.
-            closing: Of this step.
+            step: This one. Its mark is set before anything that can't be done twice.
 
         Returns:
             ``skipped``, in memory that keeps its value until the next step. No host sync.
         """
         self.empty.in_a_row = 0
-        if closing.after is None:
-            closing.scales = [ScaleUpdate(scaler, found) for scaler, found in check.of]
-            taken = self.log.taken + (skipped is False)
-            closing.after = self.steps + 1, self._skipped_here + (skipped is True), taken
-        self.steps, self._skipped_here, self.log.taken = closing.after
+        steps, skipped_here, taken = step.counts
+        self.steps, self._skipped_here = steps + 1, skipped_here + (skipped is True)
+        self.log.taken = taken + (skipped is False)
         if isinstance(skipped, bool):
             self._flags = [one.clone() for one in flags] if skipped else None
             self._last = skipped
-            for one in closing.scales:
-                one.run()
+            step.is_counted = True
+            for scaler, norm in check.norms:
+                scaler.see(norm)
+            for scaler, found in check.found:
+                update_scale(scaler, found)
             return skipped
         last, counted = self._memory(flags, skipped.device)
-        if closing.is_noted:
-            return last
-        closing.is_noted = True
+        step.is_counted = True
+        for scaler, norm in check.norms:
+            scaler.see(norm)
         devices = [one.nonfinite.device for one in stats]
         if not (devices and skipped.device == devices[0] and all(map(backends.are_compiled, devices))):
             note(skipped, flags, self._kept, last, counted)
-            for one in closing.scales:
-                one.run()
+            for scaler, found in check.found:
+                update_scale(scaler, found)
             return last
         self._record_on_device(check, skipped, flags, stats, (last, counted))
         return last
 
     def _record_on_device(
         self,
-        check: OverflowCheck,
+        check: Check,
         skipped: Tensor,
         flags: list[Tensor],
         stats: Sequence[kernels.GradStats],
         outcome: tuple[Tensor, Tensor],
     ) -> None:
         """Outcome, scale and statistics, in one launch a device where that can be."""
-        single = check.of[0] if len(check.of) == 1 and check.of[0][1] is skipped else None
+        single = check.found[0] if len(check.found) == 1 and check.found[0][1] is skipped else None
         memory = None if single is None else single[0].memory
         if single is None or memory is None or memory.trackers.device != skipped.device:
             memory = None
-            for scaler, found in check.of:
+            for scaler, found in check.found:
                 update_scale(scaler, found)
         else:
             single[0].generation += memory.settings is not None
@@ -308,7 +275,7 @@ class Outcome:
         scaler: LossScaler,
         old_scale: float,
         losses: Sequence[Tensor],
-        check: OverflowCheck,
+        check: Check,
         params: ParamTable,
         under_grad_scaler: bool = False,
     ) -> None:
@@ -330,7 +297,7 @@ class Outcome:
                 is_bad = are_finite(losses) is False if self.origin is None else bool(self.origin.losses)
                 weights = params.not_finite() if is_bad else []
                 self.log.skipped(scaler, old_scale, report, losses, weights, self.origin)
-            check_consecutive([one for one, _ in check.of], report, self.origin)
+            check_consecutive([one for one, _ in check.found], report, self.origin)
         elif skipped is False:
             self.log.stepped(old_scale)
 

@@ -24,7 +24,7 @@ from ..kernels.readings import Rows
 from ..kernels.tensor_lists import are_items, read
 from . import errors
 from .arguments import quoted
-from .diagnostics import Lines, describe
+from .diagnostics import describe
 from .dtensors import check_whole, is_sharded, local, pieces, raw_grad
 
 HALF_DTYPES = kernels.HALF_DTYPES
@@ -52,7 +52,6 @@ class DeviceParams:
         is_host: whether they can be read at once, without waiting for work that was queued.
         cast: what the last rounding of masters to the model found.
         caches: the kernels' caches for lists of these rows, by call site.
-        seen: what :meth:`lies_as_before` has read of the models, with versions; None where that can't be read.
     """
 
     def __init__(self, device: torch.device, positions: list[int], pairs: list[ParamPair]) -> None:
@@ -61,30 +60,37 @@ class DeviceParams:
         self.positions = positions
         self.pairs = pairs
         self.apart = [row for row, pair in enumerate(pairs) if pair.is_apart]
+        self._spread = [getattr(pair.model, "placements", None) for pair in pairs]
         self._shared = [pair for pair in pairs if pair.has_master and not pair.is_apart]
         self.cast = kernels.CastStats.allocate(len(pairs), device)
         self.caches: defaultdict[str, kernels.CallCache] = defaultdict(kernels.CallCache)
         self.models: tuple[Tensor, ...] = ()
         self.masters: tuple[Tensor, ...] = ()
-        self.seen: Any = None
+        self._read: Any = None
         self._addresses: list[int] | None = None
         self.find_pieces()
 
     def __len__(self) -> int:
         return len(self.positions)
 
-    def lies_as_before(self) -> bool:
-        """Whether no parameter of the model has moved since this was last asked. Does not sync."""
-        before, before_at = self.seen, self._addresses
-        self.seen = read(self.models, before, same=True, counts=True)
-        if self.seen is not None:
-            return bool(self.seen == before)
-        self._addresses = [model.data_ptr() for model in self.models]
-        return before_at == self._addresses
-
     def read_models(self) -> Any:
         """What :func:`~fp16opt.kernels.tensor_lists.read` reads of the models, with versions. Does not sync."""
-        return read(self.models, self.seen, same=True, counts=True)
+        return read(self.models, self._read, same=True, counts=True)
+
+    def lies_as(self, reading: Any) -> bool:
+        """Whether no parameter of the model has moved since this was last asked, by what was just read of them."""
+        before, self._read = self._read, reading
+        if reading is not None:
+            return bool(reading == before)
+        before_at, self._addresses = self._addresses, [model.data_ptr() for model in self.models]
+        return before_at == self._addresses
+
+    def pieces_of(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """This rank's pieces of gradients; one that isn't laid out over ranks as its parameter is stays as it is."""
+        pairs = zip(grads, self._spread, strict=True)
+        return tuple(
+            [g if g is None or p is None or getattr(g, "placements", None) != p else local(g) for g, p in pairs]
+        )
 
     def rows(self, reading: Any) -> Sequence[Tensor | None]:
         """``apart_models``; with what was just read of ``models``, where these are the same."""
@@ -99,7 +105,7 @@ class DeviceParams:
         for pair in self._shared:
             pair.follow_memory()
         if len(self.models) != len(models) or not are_items(models, self.models):
-            self.models, self.seen = tuple(models), None
+            self.models, self._read = tuple(models), None
             self.apart_models = tuple(
                 [m if pair.is_apart else None for pair, m in zip(self.pairs, models, strict=True)]
             )
@@ -168,8 +174,7 @@ class ParamTable:
         generation: grows with every change of parameters, masters or optimizer state that is not a step. A plan holds
             while it stands.
         layout: grows where parameters were laid out in other strides or memory of other kinds.
-        looked_at: how many log lines there had been when :meth:`verify_moved` last read the models. A handler of a
-            later one may have written them. -1: other code of the user's has run since.
+        read_of_grads: what was last read of the model's gradients: a hint for the next look.
         models, masters, names: of each pair.
         devices: in the order of their first parameters.
         elsewhere: model parameters whose masters are on other ranks.
@@ -183,7 +188,8 @@ class ParamTable:
     """
 
     def __init__(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt) -> None:
-        self.generation = self.layout = self.looked_at = 0
+        self.generation = self.layout = 0
+        self.read_of_grads: Any = None
         self.elsewhere: list[Tensor] = []
         self.called_elsewhere: list[str] = []
         self.names_elsewhere: list[str] | None = None
@@ -321,24 +327,21 @@ class ParamTable:
         for device in self.devices:
             device.find_pieces()
 
-    def verify_moved(self) -> None:
-        """:meth:`verify`, where a parameter lies at another address than before. Does not sync."""
-        self.looked_at = Lines.told
+    def verify_moved(self) -> tuple[Any, ...]:
+        """:meth:`verify`, where a parameter lies at another address than before. Does not sync.
+
+        Returns:
+            By device, what was read of the model's weights, with versions.
+        """
         if self.has_dtensors:
             self.find_pieces()
-        if not all([device.lies_as_before() for device in self.devices]):  # noqa: C419
+        readings = tuple([device.read_models() for device in self.devices])
+        if not all([device.lies_as(one) for device, one in zip(self.devices, readings, strict=True)]):  # noqa: C419
             self.verify()
             for pair in self.all:
                 pair.follow_memory()
             self.layout += 1
-
-    def doubt(self) -> None:
-        """Code of the user's has run, which may have written the models."""
-        self.looked_at = -1
-
-    def sees(self) -> bool:
-        """Whether no code of the user's has run since the models were read, by the call that is at work."""
-        return self.looked_at == Lines.told
+        return readings
 
     def verify(self) -> None:
         """Raise ``RuntimeError`` naming the first parameter whose dtype, shape or device was changed since it came."""

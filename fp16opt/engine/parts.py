@@ -9,12 +9,12 @@ from torch.optim import Optimizer
 
 from ..scaling import LossScaler
 from .config import Config
-from .gradients import Gradients
+from .gradients import StepState
 from .masters import Masters
 from .model_writes import ModelWrites
 from .outcome import Outcome
 from .params import ParamTable
-from .step_state import StepState
+from .passes import Gradients
 
 
 class Wrapper(Protocol):
@@ -37,6 +37,9 @@ class Wrapper(Protocol):
     scaler: LossScaler
     device: torch.device
     config: Config
+
+    def settle(self, call: str) -> None:
+        """Finish a step that an exception has stopped; raise ``RuntimeError`` for a ``call`` within one."""
 
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""

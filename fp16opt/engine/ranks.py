@@ -194,7 +194,7 @@ class Digest:
 class Sums(Protocol):
     """FP32 sums of gradients, by device, that ranks average."""
 
-    def sums(self) -> Any:
+    def sums_by_device(self) -> Any:
         """(a device's parameters, sums by row) of each device."""
 
     def put_sum(self, device: Any, row: int, value: Tensor) -> Tensor:

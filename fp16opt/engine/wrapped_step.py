@@ -7,7 +7,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any, Protocol
@@ -20,11 +20,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from .. import kernels
 from . import errors
 from .dtensors import raw_grads
-from .gradients import GradsToStep
+from .look import Look
 from .masters import Masters, ordinary_parameters
-from .params import HALF_DTYPES, DeviceParams, ParamTable
-from .progress import OwnPart, Progress
+from .params import HALF_DTYPES, ParamTable
 from .schema import is_torch_class
+from .step import Step
 
 HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -34,16 +34,6 @@ HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-
-
-class StepGradients(Protocol):
-    """Where a step finds its gradients: the :class:`~fp16opt.engine.step_state.StepState`."""
-
-    def to_step(self, device: DeviceParams) -> GradsToStep:
-        """A device's gradients as a step takes them."""
-
-    def unscale(self) -> None:
-        """Make true gradients of those that wait."""
 
 
 class Stepper(Protocol):
@@ -59,17 +49,18 @@ class Stepper(Protocol):
     def takes_scaled(self) -> bool:
         """Whether the next step takes gradients still scaled; else they are unscaled before it."""
 
-    def skips_on_device(self) -> bool:
+    def skips_on_device(self, look: Look) -> bool:
         """Whether the next step can be skipped on the device, by a flag that the host does not read. No sync."""
 
     def counts_steps(self) -> bool:
         """Whether a step rounds by its number, so that the host must know how many were taken before it."""
 
-    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """Step, with the wrapped optimizer's hooks. Whatever the step or one of its hooks raises comes out.
 
         Args:
-            progress: where it says what it writes, before it does.
+            look: what this call has seen; no code of the user's has run since.
+            step: is marked right before the first write and after the last one, both within the hooks.
             found_inf: float32, 0-dim, exactly 0.0 or 1.0: where it is 1.0 nothing is written. None: decided already.
             closure: handed to the wrapped optimizer where that steps itself.
         """
@@ -261,14 +252,12 @@ class WrappedStep:
         optimizer: Optimizer,
         params: ParamTable,
         masters: Masters,
-        gradients: StepGradients,
         why: str = "fused_step=False",
         part: Optimizer | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.params = params
         self.masters = masters
-        self.gradients = gradients
         self.why = why
         self.part = optimizer if part is None else part
         self.rounded_all = True
@@ -277,7 +266,7 @@ class WrappedStep:
         """False: a wrapped optimizer reads true FP32 gradients."""
         return False
 
-    def skips_on_device(self) -> bool:
+    def skips_on_device(self, look: Look) -> bool:
         """Where torch's own fused steps serve by torch's found_inf protocol."""
         return supports_found_inf(self.optimizer, [device.device for device in self.params.devices])
 
@@ -289,30 +278,18 @@ class WrappedStep:
         """Why no kernel steps."""
         return f"general ({self.why})"
 
-    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`. Masters are ordinary parameters while the optimizer steps them."""
-        self.gradients.unscale()
-        part = self._begin(progress)
-        with ordinary_parameters(self.params, progress):
-            loss = run_step(self.optimizer, part, progress, found_inf, closure)
+        with ordinary_parameters(self.params):
+            loss = run_step(self.optimizer, step, found_inf, closure)
         self.round_down()
         return loss
 
-    def _begin(self, progress: Progress) -> OwnPart:
-        part = OwnPart(range(len(self.params)), self.params.masters, self.part)
-        progress.parts.append(part)
-        return part
-
-    def step_within_hooks(self, progress: Progress) -> None:
+    def step_within_hooks(self, step: Step) -> None:
         """The optimizer's step without its hooks, which are running: a kernel could not step after all."""
-        self.gradients.unscale()
-        part, step = self._begin(progress), type(self.part).step
-        with (
-            ordinary_parameters(self.params, progress),
-            fused_steps_guarded(self.part, progress),
-            guard_open(self.part),
-        ):
-            part.returned.extend(map(getattr(step, "__wrapped__", step), [self.part]))
+        framed = type(self.part).step
+        with ordinary_parameters(self.params), guard_open(self.part):
+            run_code(self.part, step, None, getattr(framed, "__wrapped__", framed))
         self.round_down()
 
     def round_down(self) -> None:
@@ -326,33 +303,72 @@ class WrappedStep:
 
 def run_step(
     optimizer: Optimizer,
-    part: OwnPart | None = None,
-    progress: Progress | None = None,
+    step: Step | None = None,
     found_inf: Tensor | None = None,
     closure: Callable[[], Any] | None = None,
 ) -> Any:
     """Call ``optimizer.step``, guarded or not.
 
     Args:
-        part: is told when the step has come to its end, before any post hook of the user's.
-        progress: is told what is changed for the step's duration.
+        step: is marked around the class's own code, within its hooks; around these too where the step is not in torch's
+            frame, or was put in the place of the class's.
+        found_inf: as for :meth:`Stepper.step`.
     """
-    progress = Progress() if progress is None else progress
     note_step(optimizer)
-    with contextlib.ExitStack() as around:
-        around.enter_context(guard_open(optimizer))
-        if part is not None and has_step_hooks(optimizer):  # else what is raised was raised by the step
-            around.enter_context(_first_post_hook(optimizer, lambda *_: part.returned.append(True), progress))
-        around.enter_context(fused_steps_guarded(optimizer, progress))
+    step = Step() if step is None else step
+    code = _own_code(optimizer)
+
+    def run(stepped: Optimizer, *given: Any, **named: Any) -> Any:
+        return run_code(stepped, step, found_inf, code or _by_name, *given, **named)
+
+    is_framed = code is not None and (has_step_hooks(optimizer) or torch.autograd.profiler._is_profiler_enabled)
+    framed = Optimizer.profile_hook_step(run) if is_framed else run
+    with guard_open(optimizer):
+        return framed(optimizer, *(() if closure is None else (closure,)))
+
+
+def _by_name(optimizer: Optimizer, *given: Any, **named: Any) -> Any:
+    return optimizer.step(*given, **named)
+
+
+def run_code(
+    optimizer: Optimizer,
+    step: Step,
+    found_inf: Tensor | None,
+    code: Callable[..., Any],
+    *given: Any,
+    **named: Any,
+) -> Any:
+    """Run the code of a step between the marks of ``step``: unfused where torch 2.13's fused SGD step fails.
+
+    That raises a TypeError where some momentum buffers exist and others don't (a parameter whose first gradient comes
+    later than the others'), and on a CPU it leaves whole vectors of 16-bit parameters as they were.
+
+    Args:
+        found_inf: as for :meth:`Stepper.step`; handed over by torch's protocol. Gradients are unscaled already.
+        code: called with the optimizer, then with what is ``given`` and ``named``.
+    """
+    unfused = [group for group, missing, there in _fused_momentum_groups(optimizer) if missing and there]
+    unfused += [group for group in _fused_half_groups(optimizer) if not any(group is other for other in unfused)]
+
+    def put_back() -> None:
+        for group in unfused:
+            group["fused"] = True
         if found_inf is not None:
-            around.enter_context(found_inf_given(optimizer, found_inf, progress))
-        returned: deque[Any] = deque(maxlen=1) if part is None else part.returned
-        if closure is None:
-            step = _without_frame(optimizer) or operator.methodcaller("step")
-        else:
-            step = operator.methodcaller("step", closure)
-        returned.extend(map(step, [optimizer]))  # one call of C runs it and notes its return
-        return returned[-1]
+            _take_flags_back(optimizer)
+
+    step.undo = put_back
+    try:
+        for group in unfused:
+            group["fused"] = False
+        if found_inf is not None:
+            _hand_flags(optimizer, found_inf)
+        step.about_to_write = True
+        returned = code(optimizer, *given, **named)
+        step.all_written = True
+        return returned
+    finally:
+        put_back()
 
 
 def _frame() -> CodeType | None:
@@ -368,50 +384,36 @@ def _frame() -> CodeType | None:
 _FRAME = _frame()
 
 
-def _without_frame(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
-    """The class's own step, where neither hooks nor a profiler need torch's frame around it; else None.
+def _own_code(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """The class's own step without torch's frame, so that marks can be set within its hooks.
 
-    Of a small step the frame takes a tenth. Where the step was patched, by a scheduler or other code, it is not asked.
+    A scheduler's patch only notes the call, as :func:`note_step` does. None where the step isn't in torch's frame, or
+    other code has put its own in its place.
     """
-    method = _guarded(optimizer, "step")
-    patch = optimizer.__dict__.get("step") if method is None else method.inner
     framed = type(optimizer).step
-    if patch is not None or _FRAME is None or has_step_hooks(optimizer):
+    if has_own_step(optimizer) or _FRAME is None or getattr(framed, "__code__", None) is not _FRAME:
         return None
-    if getattr(framed, "__code__", None) is not _FRAME:
-        return None
-    if torch.autograd.profiler._is_profiler_enabled:
-        return None
-    own: Callable[[Optimizer], Any] = framed.__wrapped__  # type: ignore[attr-defined]
+    own: Callable[..., Any] = framed.__wrapped__  # type: ignore[attr-defined]
     return own
 
 
 @contextlib.contextmanager
-def found_inf_given(optimizer: Any, found_inf: Tensor, progress: Progress | None = None) -> Iterator[None]:
+def found_inf_given(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
     """Within, torch's protocol for skipping on the device; gradients are unscaled already."""
-
-    def put_back() -> None:
-        for name in ("grad_scale", "found_inf"):  # gone already where the optimizer refused them
-            vars(optimizer).pop(name, None)
-
-    with (Progress() if progress is None else progress).putting_back(put_back):
-        optimizer.grad_scale, optimizer.found_inf = None, found_inf
+    try:
+        _hand_flags(optimizer, found_inf)
         yield
+    finally:
+        _take_flags_back(optimizer)
 
 
-@contextlib.contextmanager
-def _first_post_hook(optimizer: Optimizer, hook: Callable[..., None], progress: Progress) -> Iterator[None]:
-    """Have ``hook`` run right after the step, before any hook of the user's, which might raise."""
-    hooks: Any = optimizer._optimizer_step_post_hooks
+def _hand_flags(optimizer: Any, found_inf: Tensor) -> None:
+    optimizer.grad_scale, optimizer.found_inf = None, found_inf
 
-    def put_back() -> None:
-        for number in [number for number, known in hooks.items() if known is hook]:
-            del hooks[number]
 
-    with progress.putting_back(put_back):
-        handle = optimizer.register_step_post_hook(hook)
-        hooks.move_to_end(handle.id, last=False)
-        yield
+def _take_flags_back(optimizer: Optimizer) -> None:
+    for name in ("grad_scale", "found_inf"):  # gone already where the optimizer refused them
+        vars(optimizer).pop(name, None)
 
 
 # -- faults of torch's fused steps -------------------------------------------------------------------------------------
@@ -454,26 +456,6 @@ def _fused_half_groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
             halves = [p for p in group["params"] if p.dtype in HALF_DTYPES and p.device.type == "cpu"]
             if group.get("fused") and any(grad is not None for grad in raw_grads(halves)):
                 yield group
-
-
-@contextlib.contextmanager
-def fused_steps_guarded(optimizer: Optimizer, progress: Progress) -> Iterator[None]:
-    """Step a fused SGD group unfused where torch 2.13's fused step fails.
-
-    It raises a TypeError where some momentum buffers exist and others don't (a parameter whose first gradient comes
-    later than the others'), and on a CPU it leaves whole vectors of 16-bit parameters as they were.
-    """
-    unfused = [group for group, missing, there in _fused_momentum_groups(optimizer) if missing and there]
-    unfused += [group for group in _fused_half_groups(optimizer) if not any(group is other for other in unfused)]
-
-    def put_back() -> None:
-        for group in unfused:
-            group["fused"] = True
-
-    with progress.putting_back(put_back):
-        for group in unfused:
-            group["fused"] = False
-        yield
 
 
 # -- what an optimizer holds beside its state ------------------------------------------------------------------------

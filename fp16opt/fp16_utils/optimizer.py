@@ -14,8 +14,11 @@ from torch.optim import Optimizer
 from .. import scaling
 from ..engine.arguments import make_scaler as default_scaler
 from ..engine.diagnostics import Overflow, SkipLog
+from ..engine.dtensors import raw_grads
 from ..engine.missing_scale import WayToScale
+from ..engine.passes import are_zero
 from ..engine.ranks import Origin
+from ..engine.stage import Checked, Unscaled
 from ..optimizer import MixedPrecisionOptimizer
 from .loss_scalers import LossScaler, make_scaler, view_of
 from .saved_files import engine_scaler, engine_state, face_state
@@ -97,7 +100,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
     @property
     def overflow(self) -> bool:
         """Whether the last gradients that came up to the masters held inf or nan. Reading may sync with the device."""
-        check = self.step_state.last_check()
+        check = self.step_state.check
         return self.step_was_skipped if check is None else bool(check.found_inf)
 
     @property
@@ -176,7 +179,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
             retain_graph: As for ``torch.Tensor.backward``.
             create_graph, inputs, scaler: As for ``MixedPrecisionOptimizer.backward``.
         """
-        if self.step_state.were_cleared():  # by the model
+        if self._were_cleared():
             self._count_unstepped_overflow()
         super().backward(
             loss,
@@ -199,13 +202,21 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         self._count_unstepped_overflow()
         super().zero_grad(set_grads_to_None if set_to_none is None else set_to_none)
 
+    def _were_cleared(self) -> bool:
+        """Whether the model has set gradients that were checked to None or to zeros. Syncs where they were written."""
+        stage = self.step_state.stage
+        if type(stage) not in (Checked, Unscaled) or self.step_state.is_sum:
+            return False
+        grads = raw_grads(self.params.models)
+        return any(stage.stamp.compare(grads)) and are_zero(grads)
+
     def _count_unstepped_overflow(self) -> None:
         """A script may see ``overflow`` and clear the gradients without a step: that is a skipped step too.
 
         Otherwise the scale would never go down. An overflow for which a closure's evaluation lowered the scale already
         is not counted again.
         """
-        check = self.step_state.last_check()
+        check = self.step_state.check
         if check is not None and bool(check.found_inf):
             self._record(check, skipped=True)
             self._after_step(check, skipped=True)
@@ -223,7 +234,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
             The norm before clipping: float32, 0-dim, on the device. -1 after an overflow. No host sync.
         """
         norm = super().clip_master_grads(max_norm, norm_type, error_if_nonfinite, params)
-        check = self.step_state.last_check()
+        check = self.step_state.check
         return norm if check is None else torch.where(check.found_inf > 0, torch.full_like(norm, -1.0), norm)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from .. import kernels
 from ..engine import errors
 from ..engine.diagnostics import Overflow, describe, overflows_from_flags
-from ..engine.gradients import coalesced, round_to, total_norm, vector_norm
 from ..engine.params import HALF_DTYPES, OWN_DTYPES, name_of
-from ..engine.stamps import GradientStamp
+from ..engine.passes import coalesced, round_to, total_norm, vector_norm
+from ..engine.stage import GradientStamp
 from ..kernels import backends
 
 _SERVED = (*HALF_DTYPES, *OWN_DTYPES)

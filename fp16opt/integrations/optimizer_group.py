@@ -323,7 +323,7 @@ class OptimizerGroup:
 def _has_used_gradients(optimizer: MixedPrecisionOptimizer) -> bool:
     """Whether gradients of its last step are still there, at a scale other than 1."""
     state = optimizer.step_state
-    if type(state.stage) is not Ready or state.scales_by_one():
+    if type(state.stage) is not Ready or state.is_one():
         return False
     return any(param.grad is not None for param in optimizer.model_params()) and not state.has_new()
 

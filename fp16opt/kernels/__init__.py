@@ -15,10 +15,10 @@ Every function takes ``cache``, a :class:`CallCache` of the call site, to save t
 
 from __future__ import annotations
 
-from . import proof
+from . import verdicts
 from .averages import multi_tensor_lerp
 from .backends import backend
-from .calls import BEGUN, CallCache
+from .calls import CallCache
 from .lists import is_dense, same_walk
 from .measures import COMPARED, MEASURED, Snapshots, multi_tensor_compare, multi_tensor_measure
 from .operations import (
@@ -42,7 +42,6 @@ from .table import HALF_DTYPES
 from .written import multi_tensor_refresh_masters, multi_tensor_reset_remainders
 
 __all__ = [
-    "BEGUN",
     "COMPARED",
     "HALF_DTYPES",
     "INF",
@@ -76,6 +75,6 @@ __all__ = [
     "multi_tensor_split",
     "multi_tensor_unscale",
     "multi_tensor_unscale_clipped",
-    "proof",
     "same_walk",
+    "verdicts",
 ]

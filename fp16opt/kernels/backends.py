@@ -6,9 +6,7 @@ move a few bytes each; where the compiled CUDA kernels serve it is one.
 
 from __future__ import annotations
 
-from collections import deque
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,14 +169,13 @@ def decide_clip(
     return norm.float(), torch.where(norm.isfinite(), factor, 1.0) if only_finite else factor
 
 
-def follow(found_inf: Tensor, scaler: ScaleMemory, returned: deque[Any] | None = None) -> bool | None:
+def follow(found_inf: Tensor, scaler: ScaleMemory) -> bool | None:
     """A loss scale follows one step, where compiled code does it by the rule of the scaler's ``update``.
 
     Args:
         found_inf: float32, shape [], 0.0 or 1.0.
         scaler: The scale, int32 trackers (clean steps and skips), and float64 settings in the order of
             ``csrc/functors/loss_scale.h``. Without settings the scale stays, and trackers are one number, the skips.
-        returned: where compiled code's return is noted: see :attr:`.calls.CallCache.returned`.
 
     Returns:
         Whether the scale has moved, or may have; None where nothing was done. Does not sync.
@@ -188,12 +185,9 @@ def follow(found_inf: Tensor, scaler: ScaleMemory, returned: deque[Any] | None =
         return None
     serving = compiled_for(found_inf.device)
     if serving is native and scale.device == found_inf.device:
-        noted: deque[Any] = deque(maxlen=1) if returned is None else returned
-        return bool(native.follow_scale(bool(found_inf.item()), scale, trackers, settings, noted))
+        return native.follow_scale(bool(found_inf.item()), scale, trackers, settings)
     if serving is cuda and _decides(found_inf.device, "close_step"):
         close_step(found_inf=found_inf, scaler=scaler)
-        if returned is not None:
-            returned.append(settings is not None)
         return settings is not None
     return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,9 +12,6 @@ from torch import Tensor
 from .pieces import Piece
 
 Entries = Sequence["Tensor | None"]
-
-BEGUN = object()
-"""What :attr:`CallCache.returned` holds while torch operations work on the rows of a call, one after the other."""
 
 Specification = Callable[[int, "list[Tensor]", "tuple[Any, ...]", bool], None]
 """An operation on one row in torch operations: (row, its tensors, the call's arguments, its flag)."""
@@ -173,11 +169,6 @@ class Call(NamedTuple):
         return [tensor for entries in self.lists if (tensor := entries[row]) is not None]
 
     @property
-    def returned(self) -> deque[Any]:
-        """Where it is noted that the call has done its work: see :class:`CallCache`."""
-        return deque(maxlen=1) if self.owner is None else self.owner.returned
-
-    @property
     def rounded(self) -> Entries:
         """The list of 16-bit tensors that masters are rounded to; none of operations that round nothing."""
         names = self.operation.lists
@@ -200,8 +191,6 @@ class CallCache:
     Attributes:
         known: what it remembers.
         rebuilds: how many times lists were checked.
-        returned: whether the last call since this was cleared has done its work. The very call of C that runs compiled
-            code puts its return in: no exception of a signal can come between the two.
 
     Example:
         >>> import pickle
@@ -209,11 +198,10 @@ class CallCache:
         CallCache(empty)
     """
 
-    __slots__ = ("__weakref__", "known", "rebuilds", "returned")
+    __slots__ = ("__weakref__", "known", "rebuilds")
 
     def __init__(self) -> None:
         self.rebuilds = 0
-        self.returned: deque[Any] = deque(maxlen=1)
         self.known: Known | None = None
 
     def forget(self) -> None:

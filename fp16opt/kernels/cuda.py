@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_devices, native
-from .calls import BEGUN, Call, CallCache
+from .calls import Call, CallCache
 from .changed import Marks
 from .cuda_driver import Card
 from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Kernel, marking
@@ -310,9 +310,7 @@ def launch(
     stream = Stream(call.plan.device)
     kernel, first = kernel_of(call, marks)
     table = table_of(call, stream, Table, flags)
-    call.returned.append(BEGUN)
     queue(kernel, stream, (*first, *values), table)
-    call.returned.append(True)
     native.count_writes(call, written, lists=writes)
 
 

@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -21,7 +21,6 @@ from .cubin_cache import CacheError, Cubins
 from .cuda_driver import Card, Driver, DriverError
 from .cuda_rows import FIRST, KERNELS, OPTIONS, digest, source_of
 from .nvrtc import Nvrtc, NvrtcError, find, lies_in_a_folder
-from .verdicts import Verdicts, surroundings
 
 logger = logging.getLogger("fp16opt")
 
@@ -30,6 +29,30 @@ OLDEST = 70
 CARDS = (70, 75, 80, 86, 89, 90, 100, 120)
 """What ``python -m fp16opt compile`` compiles for where there is no card to ask."""
 _MOST_THREADS = 8
+
+
+class Verdicts(Protocol):
+    """What a card's kernels were found to be; see :class:`.verdicts.Verdicts`."""
+
+    around: dict[str, str]
+    found: dict[str, str]
+
+    def trusts(self, name: str, captures: Callable[[], bool]) -> bool:
+        """Whether a kernel may serve."""
+
+    def note(self, outcomes: dict[str, Any]) -> None:
+        """Take in what was found."""
+
+
+class Proof:
+    """The hook of the proof, which is made of the operations: none of them imports it.
+
+    Attributes:
+        verdicts_on: from a card's number and capability, and the versions of compiler and driver, to who says which
+            kernels may serve; None: all may. :mod:`.verdicts` puts itself here.
+    """
+
+    verdicts_on: ClassVar[Callable[[int, int, tuple[int, int], tuple[int, int]], Verdicts | None]]
 
 
 class Served(NamedTuple):
@@ -142,7 +165,8 @@ def _load(index: int, cuda: tuple[int, int]) -> Served:
         code = _Code(capability, cuda, cubins)
         try:
             card = Card(driver, index, code, FIRST)
-            return Served(card, code.words(), verdicts_on(index, capability, code.cubins.version, driver.version))
+            verdicts = Proof.verdicts_on(index, capability, code.cubins.version, driver.version)
+            return Served(card, code.words(), verdicts)
         except DriverError as error:
             refusal = str(error)
             if cubins is not None:
@@ -152,11 +176,6 @@ def _load(index: int, cuda: tuple[int, int]) -> Served:
         f"the driver, made for CUDA {_dotted(driver.version)}, refuses code for sm_{arch} of NVRTC {version} "
         f"({refusal}): update it, or install a torch built for a CUDA that it knows"
     )
-
-
-def verdicts_on(index: int, capability: int, nvrtc: tuple[int, int], driver: tuple[int, int]) -> Verdicts | None:
-    """What :class:`.verdicts.Verdicts` there are on a card's kernels; see :func:`.verdicts.surroundings`."""
-    return Verdicts(index, surroundings(index, capability, nvrtc, driver))
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -227,13 +246,16 @@ def kernels_on(index: int) -> Card | None:
 def refusals(index: int) -> list[str]:
     """The kernels that torch operations replace on a device that is served, each with the reason. As :func:`served`."""
     verdicts = _known.of(index).verdicts
-    return [] if verdicts is None else [f"{name}: {words}" for name, words in verdicts.refused.items()]
+    return [] if verdicts is None else [f"{name}: {words}" for name, words in verdicts.found.items() if words]
 
 
 def proved(index: int) -> str:
     """How many kernels were proved on a device, in words. As :func:`served`."""
     verdicts = _known.of(index).verdicts
-    return "" if verdicts is None else f"; {verdicts.proved} of {len(KERNELS)} proved here so far"
+    if verdicts is None:
+        return ""
+    count = sum(not words for words in verdicts.found.values())
+    return f"; {count} of {len(KERNELS)} proved here so far"
 
 
 def compile_missing(index: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import cuda, native
-from .calls import BEGUN, Call
+from .calls import Call
 from .cuda import Table, kernel_of, queue, table_of
 from .cuda_rows import MEMBER, Struct
 
@@ -89,7 +89,6 @@ def launch(call: Call, values: StepValues) -> None:
     """
     plan, stats, options = call.plan, values.stats, values.options
     if not plan.direct and (plan.by_reference or not plan.rows):
-        call.returned.append(True)
         return
     kernel, marks = kernel_of(call, None if stats is None else stats.marks)
     stream = cuda.Stream(plan.device)
@@ -108,10 +107,8 @@ def launch(call: Call, values: StepValues) -> None:
     overflow, memory = None if stats is None else stats.overflow, table.memory
     members, groups_at = memory + table.more, memory + table.groups
     read = (members, memory + table.entries, overflow, models, values.number & 0xFFFFFFFF, groups_at)
-    call.returned.append(BEGUN)
     queue(kernel, stream, (*marks, *values.factors, values.found_inf, *read), table)
     stream.hold(kept)
     native.count_writes(call, [] if overflow is None else [overflow])
     if counters:
         torch._foreach_add_(counters, 1.0)
-    call.returned.append(True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import native, tensor_lists
-from .calls import BEGUN, Call, CallCache, Entries, Known, Operation
+from .calls import Call, CallCache, Entries, Known, Operation
 from .changed import ChangedBits, Marks
 from .lists import check_lists
 from .pieces import Piece
@@ -190,7 +190,6 @@ def run(
     if plan.by_reference:
         run_by_torch(call, tuple(given), None if cast is None else cast.changed, flags)
     if plan.serving is None:
-        call.returned.append(True)
         return False
     written = []
     for argument, value in zip(operation.arguments, values, strict=True):
@@ -210,7 +209,6 @@ def run_by_torch(
         changed: marks the elements of 16-bit tensors that get other bits.
         flags: as for :func:`launch`.
     """
-    call.returned.append(BEGUN)
     with torch.no_grad(), marking(changed, call.rounded, call.plan.by_reference):
         for row in call.plan.by_reference:
             flag = flags if isinstance(flags, bool) else flags is not None and bool(flags[row])

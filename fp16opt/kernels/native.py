@@ -12,7 +12,6 @@ import ctypes
 import importlib
 import logging
 import warnings
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -185,13 +184,10 @@ def decide_clip(
     module.decide_clip(norm.data_ptr(), found, max_norm, only_finite, single.data_ptr(), factor.data_ptr())
 
 
-def follow_scale(
-    overflow: bool, scale: Tensor, trackers: Tensor, settings: Tensor | None, returned: deque[Any]
-) -> bool:
+def follow_scale(overflow: bool, scale: Tensor, trackers: Tensor, settings: Tensor | None) -> bool:
     """:func:`fp16opt.kernels.backends.follow`, of a step whose outcome is known; whether the scale moved."""
-    arguments = (overflow, scale.data_ptr(), trackers.data_ptr(), 0 if settings is None else settings.data_ptr())
-    returned.extend(map(module.follow_scale, *zip(arguments)))
-    moved: bool = returned[-1]
+    behind = 0 if settings is None else settings.data_ptr()
+    moved: bool = module.follow_scale(overflow, scale.data_ptr(), trackers.data_ptr(), behind)
     count_versions([trackers, scale] if moved else [trackers])
     return moved
 
@@ -259,6 +255,5 @@ def launch(
     if flags is not None:
         given.append(flags)
     function = getattr(module, call.operation.cpu)
-    arguments = (plan.compiled, addresses_of(call), torch.get_num_threads(), plan.count, *given)
-    call.returned.extend(map(function, *zip(arguments)))  # one call of C runs it and notes its return
+    function(plan.compiled, addresses_of(call), torch.get_num_threads(), plan.count, *given)
     count_writes(call, written, lists=writes)

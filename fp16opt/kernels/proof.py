@@ -8,20 +8,53 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .planted import GUARD, Part, Room, expected, planted
-from .verdicts import Outcome, Verdicts, proving
 
 _cuda: Any = torch.cuda
 PATIENCE = 20.0
 """Seconds that a card has for an answer; a proof takes it some milliseconds."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Outcome(NamedTuple):
+    """What the proof of one kernel found.
+
+    Attributes:
+        words: why it may not serve; "" where it may.
+        stays: whether it would be found again: a verdict that is kept. Not so what was not answered in time, or for
+            lack of memory.
+        bits: how many were compared.
+    """
+
+    words: str
+    stays: bool = True
+    bits: int = 0
+
+
+_here = threading.local()
+
+
+def is_proving() -> bool:
+    """Whether this thread's launches are a proof's."""
+    return getattr(_here, "proves", False)
+
+
+@contextlib.contextmanager
+def proving() -> Iterator[None]:
+    """Inside, this thread's launches go to the kernels whatever was found of them: they are what is proved."""
+    before, _here.proves = is_proving(), True
+    try:
+        yield
+    finally:
+        _here.proves = before
 
 
 class Place:
@@ -173,6 +206,3 @@ def _of_part(part: Part, found: Tensor, wanted: Tensor) -> str:
         f"{part.name}: element {at} is {got[at].item()!r} (0x{one:0{digits}x}), the CPU's {want[at].item()!r} "
         f"(0x{other:0{digits}x}); {places.numel()} of {got.numel()} differ"
     )
-
-
-Verdicts.prover = staticmethod(prove)

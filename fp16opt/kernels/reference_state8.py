@@ -174,8 +174,9 @@ class _Codes:
             place = place // self.width * self.unit + (place % self.width).clamp(max=self.unit - 1)
         return _Dither.of(self.piece.indices(place), step)
 
-    def write_back(self) -> None:
-        for flat, values, tensor in zip(self.flats, self.values, self.tensors, strict=True):
+    def write_back(self, which: slice = slice(None)) -> None:
+        """Into the tensors, or only into some: a tensor that was read alone keeps its version."""
+        for flat, values, tensor in list(zip(self.flats, self.values, self.tensors, strict=True))[which]:
             if self.unit:
                 flat.values.copy_(values.view(-1, self.width)[:, : self.unit].reshape(-1))
             write_back(flat, tensor, self.order)
@@ -224,7 +225,7 @@ def encode_moments(
     views = _Codes(codes[2], codes[0], codes[1], exp_avg, exp_avg_sq, piece=piece)
     for _, scales, (first, second, m, v) in views.parts():
         _encode_moments(m, v, limit, _Dither(None), (first, second, scales))
-    views.write_back()
+    views.write_back(slice(2))
 
 
 def decode_moments(
@@ -241,7 +242,7 @@ def decode_moments(
         root = _decode_root(second, scales, block)
         m.copy_(_decode_signed(first, root, limit))
         v.copy_(root * root)
-    views.write_back()
+    views.write_back(slice(2, None))
 
 
 def encode_momentum(momentum_buffer: Tensor, codes: tuple[Tensor, Tensor], piece: Piece = WHOLE) -> None:
@@ -249,7 +250,7 @@ def encode_momentum(momentum_buffer: Tensor, codes: tuple[Tensor, Tensor], piece
     views = _Codes(codes[1], codes[0], momentum_buffer, piece=piece)
     for _, scales, (shares, buffer) in views.parts():
         _encode_momentum(buffer, _Dither(None), shares, scales)
-    views.write_back()
+    views.write_back(slice(1))
 
 
 def decode_momentum(codes: tuple[Tensor, Tensor], momentum_buffer: Tensor, block: int, piece: Piece = WHOLE) -> None:
@@ -257,4 +258,4 @@ def decode_momentum(codes: tuple[Tensor, Tensor], momentum_buffer: Tensor, block
     views = _Codes(codes[1], codes[0], momentum_buffer, block=block, piece=piece)
     for _, scales, (shares, buffer) in views.parts():
         buffer.copy_(_decode_signed(shares, _each(scales, shares.numel(), block), 1.0))
-    views.write_back()
+    views.write_back(slice(1, None))

@@ -206,8 +206,6 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
         found = numbers[-1], *(marks or (0, 0))
         behind = [step.functor, *factors, *found, stats is not None, values.group_of, packed, number]
         native.launch(call, behind, written=[] if stats is None else [stats.overflow], flags=first)
-    else:
-        call.returned.append(True)
 
 
 def multi_tensor_step(

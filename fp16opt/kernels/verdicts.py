@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, NamedTuple
 
 import torch
 
-from . import cubin_cache
+from . import cubin_cache, cuda_devices
 from .cubin_cache import CacheError
 from .cuda_rows import FIRST, KERNELS, digest
+from .proof import Outcome, is_proving, prove
 
 logger = logging.getLogger("fp16opt")
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _PROOF = ("planted.py", "proof.py")
-
-
-class Outcome(NamedTuple):
-    """What the proof of one kernel found.
-
-    Attributes:
-        words: why it may not serve; "" where it may.
-        stays: whether it would be found again: a verdict that is kept. Not so what was not answered in time, or for
-            lack of memory.
-        bits: how many were compared.
-    """
-
-    words: str
-    stays: bool = True
-    bits: int = 0
-
-
-Prover = Callable[[Iterable[str], int], "dict[str, Outcome]"]
-"""Proves kernels, given by name, on the card of a number."""
 
 
 def surroundings(index: int, capability: int, nvrtc: tuple[int, int], driver: tuple[int, int]) -> dict[str, str]:
@@ -68,19 +48,6 @@ def surroundings(index: int, capability: int, nvrtc: tuple[int, int], driver: tu
     }
 
 
-_here = threading.local()
-
-
-@contextlib.contextmanager
-def proving() -> Iterator[None]:
-    """Inside, this thread's launches go to the kernels whatever was found of them: they are what is proved."""
-    before, _here.proves = getattr(_here, "proves", False), True
-    try:
-        yield
-    finally:
-        _here.proves = before
-
-
 class Verdicts:
     """The verdicts on one card's kernels.
 
@@ -90,29 +57,17 @@ class Verdicts:
 
     Attributes:
         around: as given.
-        prover: what proves kernels. :mod:`.proof` puts itself here: it is made of the operations, and these of this.
-        refused: by the kernel's name, why torch operations serve in its place.
-        proved: how many kernels were found to be right.
+        found: by the kernel's name, why torch operations serve in its place; "" where it was found to be right.
     """
-
-    prover: ClassVar[Prover]
 
     def __init__(self, index: int, around: dict[str, str]) -> None:
         self._index, self.around = index, around
         self._lock = threading.RLock()
         key = hashlib.sha256(json.dumps(around, sort_keys=True).encode()).hexdigest()[:16]
         self._name = f"{around['kernels']}-{key}.proof"
-        self._found = self._kept()
-        for name, words in self._found.items():
+        self.found = self._kept()
+        for name, words in self.found.items():
             self._warn(name, words)
-
-    @property
-    def refused(self) -> dict[str, str]:
-        return {name: words for name, words in self._found.items() if words}
-
-    @property
-    def proved(self) -> int:
-        return sum(not words for words in self._found.values())
 
     def trusts(self, name: str, captures: Callable[[], bool]) -> bool:
         """Whether a kernel may serve. Where it is not known it is proved now, and the host waits for that.
@@ -124,9 +79,9 @@ class Verdicts:
         Raises:
             RuntimeError: it is not known, and a CUDA graph is being captured.
         """
-        if getattr(_here, "proves", False):
+        if is_proving():
             return True
-        words = self._found.get(name)
+        words = self.found.get(name)
         if words is None:
             words = self._asked(name, captures)
         return not words
@@ -137,7 +92,7 @@ class Verdicts:
             self._keep({name: found.words for name, found in outcomes.items() if found.stays})
             for name, found in outcomes.items():
                 self._warn(name, found.words)
-                self._found[name] = found.words
+                self.found[name] = found.words
 
     def _asked(self, name: str, captures: Callable[[], bool]) -> str:
         if captures():
@@ -146,9 +101,9 @@ class Verdicts:
                 "captured. Make one step before the capture, as torch's examples do."
             )
         with self._lock:  # other threads wait for the verdict
-            if name not in self._found:
-                self.note(Verdicts.prover(FIRST if name in FIRST else (name,), self._index))
-            return self._found[name]
+            if name not in self.found:
+                self.note(prove(FIRST if name in FIRST else (name,), self._index))
+            return self.found[name]
 
     def _warn(self, name: str, words: str) -> None:
         if words:
@@ -177,3 +132,6 @@ class Verdicts:
             cubin_cache.store_notes(self._name, content)
         except CacheError as error:
             logger.warning("verdicts on CUDA kernels are not kept, and made again in each process: %s", error)
+
+
+cuda_devices.Proof.verdicts_on = lambda index, *versions: Verdicts(index, surroundings(index, *versions))

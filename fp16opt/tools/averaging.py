@@ -166,11 +166,12 @@ class AveragedMasters:
 
         Raises:
             TypeError, ValueError: The rule gave no number from 0 to 1. Nothing is changed.
-            RuntimeError: It was called inside :meth:`swap`.
+            RuntimeError: It was called inside :meth:`swap`, or within a step.
 
         Syncs: never.
         """
         wrapper = self._optimizer
+        wrapper.settle("AveragedMasters.update")
         wrapper.model_writes.require_not_swapped("AveragedMasters.update()")
         self._follow(wrapper)
         weight = self._weight()
@@ -214,6 +215,7 @@ class AveragedMasters:
         """
         wrapper = self._optimizer
         with torch.inference_mode(False):
+            wrapper.settle("AveragedMasters.swap")
             wrapper.model_writes.require_not_swapped("swap()")
             if wrapper.params.has_dtensors:
                 self._names()

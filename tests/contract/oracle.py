@@ -225,12 +225,7 @@ class Interrupted:
     """A backward raised: gradients are incomplete."""
 
 
-@dataclass(frozen=True)
-class Broken:
-    """A step raised in the middle: some parameters were stepped."""
-
-
-Stage = Ready | Scaled | Checked | Interrupted | Broken
+Stage = Ready | Scaled | Checked | Interrupted
 
 
 @dataclass(frozen=True)
@@ -258,7 +253,6 @@ class Oracle:
         is_half_driven: A step under torch's GradScaler was stopped before gradients were divided. It may be tried
             again; whether they count as checked by then is left open.
         has_names: Whether the optimizer knows them of all parameters; a copy does only of those that its groups had.
-        has_odd_counts: A step stopped in the middle, and whether it counts is left open.
         last_clip: The limit of the clip in this call, and gradients before it: see `clip_by`.
     """
 
@@ -280,7 +274,6 @@ class Oracle:
     saved: Saved | None = None
     is_half_driven: bool = False
     has_names: bool = True
-    has_odd_counts: bool = False
     may_refuse: tuple[str, ...] = ()
     lagging: frozenset[str] = frozenset()
     last_clip: tuple[float, dict[str, Tensor]] | None = None
@@ -468,8 +461,6 @@ class Oracle:
     def _look(self) -> None:
         """The table of what was seen since the stamp."""
         stage = self.stage
-        if isinstance(stage, Broken):
-            raise Unspecified
         if isinstance(stage, Ready):
             return
         there = self.with_grad()
@@ -676,7 +667,7 @@ class Oracle:
             raise Unspecified
         if not any(True for _ in self.stepped()):
             return False
-        if isinstance(self.stage, Interrupted | Broken):
+        if isinstance(self.stage, Interrupted):
             raise Unspecified
         if isinstance(self.stage, Checked):
             changed = [p for p in self.stepped() if p.has_changed]
@@ -838,16 +829,15 @@ class Oracle:
     def _step_masters(self, grads: Mapping[str, Tensor]) -> None:
         self._call_hook("inner", "pre")
         rates = {name: g.lr for g in self.groups for name in g.names}
-        for number, (name, grad) in enumerate(grads.items()):
-            if number == self.stumbles_at:
-                self._stop_in_the_middle(has_written=number > 0)
-            self._step_one(self.params[name], grad, rates[name])
         try:
+            for number, (name, grad) in enumerate(grads.items()):
+                if number == self.stumbles_at:
+                    raise Planned
+                self._step_one(self.params[name], grad, rates[name])
             self._call_hook("inner", "post")
-        except Planned:  # all were stepped, and that counts
+        except Planned:  # it counts, whether or not all were stepped
             self._round_all()
             self._record(False)
-            self.lagging = frozenset(self.params)
             raise
         self._round_all()
 
@@ -858,13 +848,6 @@ class Oracle:
         p.master.grad = grad.to(p.master.dtype, copy=True)
         p.stepper.step()
         p.master.grad = None
-
-    def _stop_in_the_middle(self, *, has_written: bool) -> None:
-        if has_written:
-            self._round_all()
-            self.lagging = frozenset(self.params)
-            self.stage, self.has_odd_counts = Broken(), True
-        raise Planned
 
     def _round_all(self) -> None:
         for p in self.stepped():
@@ -1174,8 +1157,6 @@ class SummingOracle(Oracle):
         super()._follow(may_change)
 
     def _look(self) -> None:
-        if isinstance(self.stage, Broken):
-            raise Unspecified
         if isinstance(self.stage, Interrupted):
             if self._are_zeros():
                 raise Unspecified
@@ -1271,7 +1252,7 @@ class SummingOracle(Oracle):
             return False
         if isinstance(self.stage, Ready | Checked) and self.pending is not None and self._groups_changed:
             raise Unspecified
-        if isinstance(self.stage, Interrupted | Broken):
+        if isinstance(self.stage, Interrupted):
             raise Unspecified
         if isinstance(self.stage, Checked) and self.with_grad() and self.pending is None:
             raise Unspecified
@@ -1286,7 +1267,7 @@ class SummingOracle(Oracle):
 
     def drop_grads(self, names: Sequence[str]) -> None:
         """What stands for a sum is cleared: the sum is given up. Not while a backward is not folded yet."""
-        if self.pending is not None or isinstance(self.stage, Interrupted | Broken) or self.with_grad():
+        if self.pending is not None or isinstance(self.stage, Interrupted) or self.with_grad():
             raise Unspecified
         if self.has_new_edit or self.was_regrouped or self._groups_changed or self._holds_divided():
             raise Unspecified

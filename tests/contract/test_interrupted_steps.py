@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 import fp16opt
 from fp16opt import MixedPrecisionOptimizer
@@ -27,26 +27,16 @@ STRIDE = 29
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to step.
-
-    Attributes:
-        in_parts: More than one call steps the parameters, as those in 16 bits and in FP32, so that some may be stepped
-            alone.
-        own_code: The wrapped optimizer's own step runs, which may be cut in the middle of a parameter.
-    """
+    """One way to step."""
 
     arguments: dict[str, Any]
     make: Callable[[Any], Optimizer] = lambda params: AdamW(params, lr=2.0**-5)
-    in_parts: bool = True
-    own_code: bool = False
 
 
 KINDS = {
     "one pass": Kind({}),
-    "own step": Kind({"fused_step": False}, in_parts=False, own_code=True),
-    "own step, one tensor after another": Kind(
-        {"fused_step": False}, lambda params: AdamW(params, lr=2.0**-5, foreach=False), in_parts=False, own_code=True
-    ),
+    "own step": Kind({"fused_step": False}),
+    "torch's kernel": Kind({"fused_step": False}, lambda params: SGD(params, lr=2.0**-5, momentum=0.5, fused=True)),
     "split": Kind({"master_weights": "split"}),
     "sums": Kind({"grad_accumulation": "fp32"}),
     "none": Kind({"master_weights": "none"}, lambda params: AdamW(params, lr=2.0**-5, eps=2.0**-10)),
@@ -108,10 +98,16 @@ class Stop(KeyboardInterrupt):
 
 
 class Lines:
-    """Counts the lines of the library that run within, and raises before one of them."""
+    """Counts the lines of the library that run within, and raises before one of them.
 
-    def __init__(self, at: int = 0) -> None:
+    Args:
+        at: before which; 0 for none.
+        again: raises once more, so many lines later; 0 for not.
+    """
+
+    def __init__(self, at: int = 0, again: int = 0) -> None:
         self.at = at
+        self.again = again
         self.count = 0
         self.where = ""
 
@@ -120,9 +116,10 @@ class Lines:
             return None
         if event == "line":
             self.count += 1
-            if 0 < self.at <= self.count and not self.where and torch._C._is_torch_function_enabled():
+            if 0 < self.at <= self.count and torch._C._is_torch_function_enabled():
                 # Else torch would be left as it is within a block that disables it: an exception does not come there.
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                self.where += f" {frame.f_code.co_filename}:{frame.f_lineno}"
+                self.at, self.again = self.count + self.again if self.again else 0, 0
                 raise Stop
         return self._trace
 
@@ -167,42 +164,32 @@ def _are_same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
-def _check_line(kind: Kind, at: int, bad: bool, caplog: pytest.LogCaptureFixture, known: dict[str, Any]) -> None:
-    lines = Lines(at)
+def _check_line(kind: Kind, lines: Lines, bad: bool, caplog: pytest.LogCaptureFixture, known: dict[str, Any]) -> bool:
+    """Stop a step before a line; whether that was said in the log."""
     training, found = _second_step(kind, bad, lines, caplog)
     training.check_model()
     before, after, third = known["before"], known["after"], known["third"]
-    kinds = [
-        "taken" if torch.equal(row, a) else "not taken" if torch.equal(row, b) else "neither"
-        for row, a, b in zip(found.rows, after.rows, before.rows, strict=True)
-    ]
-    if bad:  # nothing moves, and it is a skip or still to come
-        kinds = ["taken" if found.counts == after.counts else "not taken"] * 3
-    where = f"{lines.where}, of {at}: {kinds}, {found.said}"
-    if len(set(kinds)) > 1 or "neither" in kinds:
-        assert kind.in_parts or kind.own_code, where
-        assert "neither" not in kinds or kind.own_code, where
-        assert len(found.said) == 1, where
-        assert any(name in found.said[0] for name in training.net), where
-        assert found.counts == after.counts, where
-    elif kinds[0] == "taken":
-        assert found.counts == after.counts, where
-        assert kind.own_code or set(found.said) <= set(after.said), where
+    said = [line for line in found.said if "in the middle" in line]
+    where = f"{lines.where}: {found.said}"
+    if said:
+        assert len(said) == 1, where
+        assert found.counts[:2] == after.counts[:2], where
+    elif found.counts == after.counts:
+        assert _are_same(found.rows, after.rows), where
         training.iterate()
         assert _are_same(training.rows(), third.rows), where
         assert training.counts() == third.counts, where
     else:
         assert found.counts == before.counts, where
-        assert found.said == [], where
+        assert _are_same(found.rows, before.rows), where
         training.opt.step()  # the gradients wait as they did
         assert _are_same(training.rows(), after.rows), where
         assert training.counts() == after.counts, where
-        training.iterate()
-        assert _are_same(training.rows(), third.rows), where
     training.iterate()
     training.check_model()
     assert all(bool(row.isfinite().all()) for row in training.rows()), where
     training.stopped = None  # it holds frames, which hold this
+    return bool(said)
 
 
 def _known(kind: Kind, bad: bool, caplog: pytest.LogCaptureFixture) -> tuple[int, dict[str, Any]]:
@@ -220,29 +207,34 @@ def _known(kind: Kind, bad: bool, caplog: pytest.LogCaptureFixture) -> tuple[int
     return lines.count, {"before": before, "after": after, "third": third}
 
 
-def _check_lines(kind: Kind, bad: bool, stride: int, caplog: pytest.LogCaptureFixture) -> None:
+def _check_lines(kind: Kind, bad: bool, stride: int, again: int, caplog: pytest.LogCaptureFixture) -> None:
     count, known = _known(kind, bad, caplog)
     assert count > 100
-    for at in range(1, count + 1, stride):
-        _check_line(kind, at, bad, caplog, known)
+    said = [_check_line(kind, Lines(at, again), bad, caplog, known) for at in range(1, count + 1, stride)]
+    assert sum(said) < len(said) / 2
 
 
 BAD = pytest.mark.parametrize("bad", [False, True], ids=["a step", "a skip"])
+AGAIN = pytest.mark.parametrize("again", [0, 7, 61], ids=["one exception", "two", "two, far apart"])
 
 
 @BAD
+@AGAIN
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_at_some_lines_leaves_all_or_nothing(
-    kind: str, bad: bool, caplog: pytest.LogCaptureFixture
+def test_an_exception_at_some_lines_leaves_all_or_nothing_or_says_so(
+    kind: str, again: int, bad: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _check_lines(KINDS[kind], bad, STRIDE, caplog)
+    _check_lines(KINDS[kind], bad, STRIDE, again, caplog)
 
 
 @pytest.mark.slow
 @BAD
+@AGAIN
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_at_any_line_leaves_all_or_nothing(kind: str, bad: bool, caplog: pytest.LogCaptureFixture) -> None:
-    _check_lines(KINDS[kind], bad, 1, caplog)
+def test_an_exception_at_any_line_leaves_all_or_nothing_or_says_so(
+    kind: str, again: int, bad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _check_lines(KINDS[kind], bad, 1, again, caplog)
 
 
 @BAD
@@ -259,11 +251,13 @@ def test_an_exception_in_a_step_of_released_gradients_leaves_it_counted_or_to_be
         assert _are_same(found.rows, known["after"].rows), lines.where
         assert found.counts[0] == 2, lines.where
         training.opt.step()
-        assert (training.counts(), training.opt.stats()["steps"]) == (known["after"].counts, 2), lines.where
+        shown = slice(2 if any("in the middle" in line for line in found.said) else 3)  # the scaler may have missed it
+        assert training.counts()[shown] == known["after"].counts[shown], lines.where
+        assert training.opt.stats()["steps"] == 2, lines.where
         training.iterate()
         training.check_model()
         assert _are_same(training.rows(), known["third"].rows), lines.where
-        assert training.counts() == known["third"].counts, lines.where
+        assert training.counts()[shown] == known["third"].counts[shown], lines.where
         training.stopped = None  # it holds frames, which hold this
 
 

@@ -331,6 +331,18 @@ def compact_moments(entry: Any) -> Tensor:
     return torch.from_numpy(state.decode()[0])
 
 
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_a_save_only_reads_the_codes(name: str) -> None:
+    """They may be shared with another thread, and their versions are what tells of writes."""
+    params = parameters()
+    opt = wrapped(params, name)
+    step(opt, params, 0)
+    values = [value for entry in opt.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    before = [value._version for value in values]
+    opt.state_dict()
+    assert [value._version for value in values] == before
+
+
 def test_a_compact_file_is_smaller() -> None:
     import io
 

@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from ptx import Instruction  # noqa: E402
 from ptx_machine import Code, Machine, build  # noqa: E402
 
-from fp16opt.kernels import planted, proof, verdicts  # noqa: E402
+from fp16opt.kernels import planted, proof  # noqa: E402
 from fp16opt.kernels.cuda_rows import KERNELS, OPTIONS, source_of  # noqa: E402
 from fp16opt.kernels.nvrtc import find  # noqa: E402
 
@@ -148,7 +148,7 @@ def plant(code: Code, fault: Fault) -> None:
 def judge(made: planted.Planted, wanted: torch.Tensor) -> str:
     """What is wrong with memory that the kernels which serve now have worked in; "" for nothing."""
     memory = made.before.clone()
-    with verdicts.proving(), torch.no_grad():
+    with proof.proving(), torch.no_grad():
         try:
             made.run(planted.Room(made.parts, memory, True))
         except Exception as error:

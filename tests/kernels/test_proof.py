@@ -38,7 +38,8 @@ from fp16opt.kernels import (
 )
 from fp16opt.kernels.changed import ChangedBits
 from fp16opt.kernels.cuda_rows import FIRST, KERNELS
-from fp16opt.kernels.verdicts import Outcome, Verdicts
+from fp16opt.kernels.proof import Outcome
+from fp16opt.kernels.verdicts import Verdicts
 from fp16opt.tools.prove.trials import Trials
 from fp16opt.tools.prove.where import HostPlace
 
@@ -204,7 +205,7 @@ class Prover:
 @pytest.fixture
 def prover(monkeypatch: pytest.MonkeyPatch) -> Prover:
     made = Prover(scale="a bit", sgd="no answer")
-    monkeypatch.setattr(Verdicts, "prover", staticmethod(made))
+    monkeypatch.setattr(verdicts, "prove", made)
     return made
 
 
@@ -226,8 +227,7 @@ def test_a_verdict_is_kept_and_found_again(prover: Prover, folder: Path) -> None
         later = Verdicts(0, AROUND)
     assert later.trusts("adam", never)
     assert not later.trusts("scale", never)
-    assert later.refused == {"scale": "a bit"}
-    assert later.proved == len(FIRST)
+    assert later.found == dict.fromkeys(FIRST, "") | {"scale": "a bit"}
     assert prover.asked == [*FIRST, "scale", "sgd"]
     with pytest.warns(RuntimeWarning, match="'sgd': no answer"):
         assert not later.trusts("sgd", never)
@@ -256,7 +256,7 @@ def test_processes_that_start_together_keep_each_other_s_verdicts(prover: Prover
     one, other = Verdicts(0, AROUND), Verdicts(0, AROUND)
     one.trusts("adam", never)
     other.trusts("cast", never)
-    assert Verdicts(0, AROUND).proved == len(FIRST) + 1
+    assert len(Verdicts(0, AROUND).found) == len(FIRST) + 1
 
 
 def test_nothing_is_proved_while_a_graph_is_captured(prover: Prover) -> None:
@@ -335,11 +335,11 @@ def card(libraries: Path, emulated_cuda: Any, monkeypatch: pytest.MonkeyPatch) -
     """Tensors of the CPU are taken for those of a card, which runs emulated kernels, and proves them first."""
     for name in KERNELS:
         planted.expected(name)
-    real = cuda_devices.verdicts_on
+    real = cuda_devices.Proof.verdicts_on
     driver = cards.pretend(libraries, monkeypatch)
-    monkeypatch.setattr(cuda_devices, "verdicts_on", real)
+    monkeypatch.setattr(cuda_devices.Proof, "verdicts_on", real)
     proofs = Proofs()
-    monkeypatch.setattr(Verdicts, "prover", staticmethod(proofs))
+    monkeypatch.setattr(verdicts, "prove", proofs)
     driver.run(emulated_cuda.paths)
     cards.serve_host_tensors(monkeypatch)
     yield proofs, driver
@@ -549,7 +549,7 @@ def test_notes_lie_beside_the_kernels_and_are_no_kernels(folder: Path) -> None:
 def test_compiled_code_of_the_cpu_needs_no_proof() -> None:
     assert native.trusts(None, None)  # type: ignore[arg-type]
     assert cuda.trusted("adam", torch.device("cpu")), "where there is no card there is nothing to prove"
-    with verdicts.proving():
+    with proof.proving():
         assert Verdicts.trusts(Verdicts.__new__(Verdicts), "adam", never), "the proof's own launches"
 
 

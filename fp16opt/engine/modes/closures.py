@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from .. import errors
 from ..dtensors import versions
+from ..gradients import StepState
 from ..snapshot import Snapshot
-from ..stage import OverflowCheck
-from ..step_state import StepState
+from ..stage import Check
 from ..wrapped_step import run_step
 
 
@@ -146,23 +146,31 @@ class MasterReevaluations(Reevaluations):
         self._closure = closure
         self._round_down = round_down
         self._state = state
-        self.check: OverflowCheck | None = None
+        self.check: Check | None = None
 
     def _evaluate(self) -> Evaluation:
         self._round_down()
         before = self._state.backwards
         with torch.enable_grad():
             loss = self._closure()
-        self.check = self._state.finalize(write=True)
+        self.check = self._state.finalize(self._state.look(), write=True)
         overflowed = self.check is not None and bool(self.check.found_inf)
         return Evaluation(loss, overflowed, self._state.backwards != before)
+
+    def evaluate(self) -> bool:
+        """What the closure calls is its own: it is no call within the step."""
+        step, self._state.step = self._state.step, None
+        try:
+            return super().evaluate()
+        finally:
+            self._state.step = step
 
     def _back_off(self) -> bool:
         """Every scale whose backward overflowed."""
         if self.check is None:
             return False
         lowered = False
-        for scaler, found in self.check.of:
+        for scaler, found in self.check.found:
             if bool(found):
                 lowered |= scaler.back_off()
         if lowered:

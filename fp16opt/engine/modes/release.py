@@ -18,19 +18,19 @@ from torch.optim import Optimizer
 
 from ... import kernels
 from ...kernels.lists import same_walk
-from ...kernels.readings import Rows
 from ...kernels.steps import Factors, StepValues, run_step
 from ...scaling import LossScaler
 from ..dtensors import raw_grad, raw_grads, set_raw_grad
 from ..fused_registry import CannotServe, FusedStepSpec, steps_on_device
 from ..fused_step import GroupSettings, ParamState, groups_obstacle, pieces_of
-from ..gradients import DeviceGradients
+from ..look import Look
 from ..masters import Masters
 from ..model_writes import ModelWrites
 from ..params import ParamPair, ParamTable
-from ..progress import Progress
-from ..stage import BackwardScale, Interrupted, OverflowCheck, Verdict
+from ..passes import DeviceGradients
+from ..stage import BackwardScale, Check, Interrupted
 from ..state_format import StateFormat
+from ..step import Step
 from ..wrapped_step import run_hooks
 from .sums import SummingState
 
@@ -73,14 +73,15 @@ class Releasing(NamedTuple):
     Attributes:
         arrivals: what has come. This one object is filled while the backward runs.
         losses: of the backward, unscaled, where it is a single number.
-        verdict: what was found in all that came, from the moment that ``step`` asks on.
+        check: what was found in all that came, from the moment that ``step`` asks on.
         was_cleared: whether ``zero_grad`` was called in the place of ``step``, when parameters had been stepped.
     """
 
     scale: BackwardScale
     arrivals: Arrivals
     losses: tuple[Tensor, ...] = ()
-    verdict: Verdict = Verdict()
+    check: Check | None = None
+    is_measured: bool = True
     was_cleared: bool = False
 
 
@@ -214,7 +215,7 @@ class ReleasingState(SummingState):
     Nothing is ever summed: one backward a step has one scaler.
 
     Args:
-        given: as :class:`~fp16opt.engine.step_state.StepState` has them.
+        given: as :class:`~fp16opt.engine.gradients.StepState` has them.
         stepper: steps a parameter whose gradient has come.
         model_writes: is told of weights that were stepped.
 
@@ -224,6 +225,7 @@ class ReleasingState(SummingState):
 
     def __init__(self, *given: Any, stepper: PerParameterStepper, model_writes: ModelWrites) -> None:
         super().__init__(*given)
+        self._me = weakref.ref(self)
         self.slots: list[ParamSlot] = []
         self._stepper = stepper
         self._model_writes = model_writes
@@ -254,12 +256,12 @@ class ReleasingState(SummingState):
 
     def _came(self) -> set[int]:
         """Positions of the parameters that were stepped, and that ``step`` has not counted yet."""
-        stage = self.standing
+        stage = self.stage
         return stage.arrivals.came if type(stage) is Releasing else set()
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def look(self) -> Rows:
+    def see(self, look: Look) -> Look:
         """What other code has done to gradients, of which there are none but while a backward runs.
 
         Raises:
@@ -271,11 +273,11 @@ class ReleasingState(SummingState):
                 f"a backward was interrupted, and {SAID} has taken some of its gradients. Call zero_grad() and go on; "
                 "what was stepped stays stepped."
             )
-        grads = self._see()
+        grads = look.grads.tensors
         others = raw_grads(self.params.masters)
         found = [at for at, each in enumerate(zip(grads, others, strict=True)) if any(one is not None for one in each)]
         if not found:
-            return grads
+            return look
         names = self.params.describe(self.params.all[at] for at in found)
         again = not self._came().isdisjoint(found)
         raise RuntimeError(
@@ -296,23 +298,20 @@ class ReleasingState(SummingState):
         """False: that no gradients are there says nothing of what was stepped."""
         return False
 
-    def steps_ahead(self) -> int:
+    @property
+    def ahead(self) -> int:  # type: ignore[override]
         """1 where parameters were stepped, and ``step`` has not counted it yet."""
         return int(bool(self._came()))
 
-    def scales_by_one(self) -> bool:
+    def is_one(self, scaler: LossScaler | None = None) -> bool:
         """False: a GradScaler can't do the scaling, as parameters are stepped in backward."""
         return False
 
-    def before_reading(self, position: int) -> None:
-        """No-op: masters have no gradients."""
-
-    def before_setting(self, position: int, value: Tensor | None) -> None:
-        """No-op: the next call raises where one is there."""
-
     # -- the backward ------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None) -> BackwardScale:
+    def begin_backward(
+        self, look: Look, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None
+    ) -> BackwardScale:
         """RELEASING: the step's backward, with ``scaler``'s present scale, is about to begin.
 
         One before it that made no gradients here, as that of another optimizer's loss, counts for nothing.
@@ -324,8 +323,8 @@ class ReleasingState(SummingState):
         Raises:
             RuntimeError: there was one already, or it can't be served.
         """
-        self.look()
-        stage = self.standing
+        self.see(look)
+        stage = self.stage
         if type(stage) is Releasing and stage.was_cleared:
             raise RuntimeError(
                 f"zero_grad() was called in place of step(): with {SAID} the last backward has stepped parameters, and "
@@ -361,7 +360,7 @@ class ReleasingState(SummingState):
         """
         stage, slot = self.stage, self.slots[position]
         name = slot.pair.name
-        if type(stage) is not Releasing or stage.verdict.found:
+        if type(stage) is not Releasing or stage.check is not None:
             raise RuntimeError(
                 f"a gradient of parameter {name!r} came that neither opt.backward(loss) nor opt.scale_loss(loss) "
                 f"announced. With {SAID} it is used at once, so its loss scale must be known: call opt.backward(loss) "
@@ -429,11 +428,12 @@ class ReleasingState(SummingState):
 
     def finalize(
         self,
+        look: Look,
         write: bool = False,
         norm_type: float | None = None,
         of: set[int] | None = None,
         max_norm: float | None = None,
-    ) -> OverflowCheck | None:
+    ) -> Check | None:
         """What was found in the step's gradients; None where none came. No host sync.
 
         Raises:
@@ -450,33 +450,29 @@ class ReleasingState(SummingState):
                 f"clip_master_values: with {SAID} parameters are stepped, and gradients freed, as they come. Use "
                 "gradient_release=False."
             )
-        return super().finalize()
+        return super().finalize(look)
 
-    def update(self) -> None:
+    def update(self, look: Look) -> None:
         """Raise ``RuntimeError``: there are no gradients to take."""
         raise RuntimeError(
             f"update_master_grads: gradients are freed as they come, with {SAID}. Use gradient_release=False to edit "
             "or read gradients."
         )
 
-    def _bring_up(self, write: bool) -> bool:
+    def bring_up(self, look: Look, write: bool) -> bool:
         """Bring together what was found in single gradients; False where none came. Raises as finalize."""
-        self.look()
+        self.see(look)
         stage = self.stage
         if type(stage) is not Releasing or not stage.arrivals.came:
             self.reset()
             return False
-        if not stage.verdict.found:
+        if stage.check is None:
             for each in self.gradients.each:
                 each.stats.found_inf.copy_(each.stats.nonfinite.ne(0).any())
             scaler = stage.scale.scaler
-            verdict = Verdict(((scaler, self.gradients.found_inf(self.device)),))
-            self.stage = stage._replace(verdict=self._noting_norm(verdict, scaler))
+            check = Check(((scaler, self.gradients.found_inf(self.device)),))
+            self.stage = stage._replace(check=self._with_norm(check, scaler))
         return True
-
-    def due(self) -> list[int]:
-        """Positions of the parameters that had a gradient in the step."""
-        return sorted(self._came())
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -521,7 +517,7 @@ class ReleasedStep:
         """True: it takes none at all."""
         return True
 
-    def skips_on_device(self) -> bool:
+    def skips_on_device(self, look: Look) -> bool:
         """True: each parameter was skipped by its own flag."""
         return True
 
@@ -533,14 +529,14 @@ class ReleasedStep:
         """When a kernel steps."""
         return "fused, in backward"
 
-    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> None:
         """Run the wrapped optimizer's step hooks, also where a parameter was left alone."""
-        run_hooks(self.optimizer, _note_end, progress)
+        run_hooks(self.optimizer, _note_end, step)
 
 
-def _note_end(has_hooks: bool, progress: Progress) -> None:
+def _note_end(has_hooks: bool, step: Step) -> None:
     """In the place of a step, between the optimizer's hooks."""
-    progress.is_whole = True
+    step.all_written = True
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """FP32 sums of gradients: every backward is folded into its masters' ``.grad``, by its own scale, and freed.
 
-``grad_accumulation="fp32"`` asks for it, and so do several loss scales in one step.
+``grad_accumulation="fp32"`` asks for it, and so do several loss scales in one step. Sums are the stage Unscaled; what
+waits to be added to them is Scaled.
 """
 
 from __future__ import annotations
@@ -14,176 +15,169 @@ from torch import Tensor
 
 from ... import kernels
 from ...kernels import reference
-from ...kernels.readings import Rows
+from ...kernels.tensor_lists import any_grad, any_there, set_grads
 from ...scaling import LossScaler
 from .. import errors
-from ..dtensors import local, raw_grad, raw_grads, set_raw_grad
-from ..folded import is_folded
-from ..gradients import DeviceGradients, Gradients, NamingChanges, drop_gradients, judge, sparse_like
+from ..dtensors import raw_grad, raw_grads, set_raw_grad
+from ..folded import FoldedGradient, is_folded, takes_place, unmark
+from ..gradients import StepState
+from ..look import Look
 from ..params import HALF_DTYPES, DeviceParams
-from ..stage import BackwardScale, Summed, Unscaled
-from ..stamps import GradientStamp
-from ..step_state import Grads, StepState, are_zero
+from ..passes import DeviceGradients, NamingChanges
+from ..stage import BackwardScale, Check, GradientStamp, Grads, Scaled, Unscaled
 
 
 class SummingState(StepState):
-    """The engine's :class:`~fp16opt.engine.step_state.StepState`, with what folds gradients into FP32 sums."""
+    """The engine's :class:`~fp16opt.engine.gradients.StepState`, with what folds gradients into FP32 sums."""
 
-    def _new_sums(self, scale: BackwardScale) -> Summed:
-        """The stage of sums to which nothing was added yet."""
-        self._check_can_sum()
-        for each in self.gradients.each:
-            each.stats.reset()
-        none = GradientStamp([None] * len(self.params))
-        return Summed(scale, none, none, pending=False)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._marks: dict[int, FoldedGradient] = {}  # by id of the pair: what stands in .grad of its model
+
+    def begin_backward(
+        self, look: Look, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None
+    ) -> BackwardScale:
+        """See :meth:`.StepState.begin_backward`. What stands for sums makes way where the engine itself runs it."""
+        if self.sums:
+            self._check_can_sum()
+        scale = super().begin_backward(look, scaler, may_clear, loss)
+        if self.is_to_fold and not may_clear:
+            unmark(self.params.models)
+        return scale
+
+    def end_backward(self, stamp: bool) -> None:
+        """See :meth:`.StepState.end_backward`. Without a stamp what stands for sums comes back, to be cleared."""
+        super().end_backward(stamp)
+        if self.is_to_fold and self.stage.sums is not None and not stamp:
+            self._mark([grad is None for grad in raw_grads(self.params.models)])
 
     def _check_can_sum(self) -> None:
         if not (self.replicas.are_told or self.params.has_dtensors):  # FSDP2 shows gradients that are reduced
             refuse_ranks()
 
-    def _start_summing(self, stage: Any, grads: Grads) -> Summed:
-        """A second scaler joins in: what there is becomes the first sum."""
-        self._check_can_sum()
-        if any(pair.has_master and pair.master.dtype in HALF_DTYPES for pair in self.params.all):
-            raise RuntimeError(
-                'several loss scales in one step are added up in FP32, and master_weights="none" has no place for it. '
-                "Use one scaler a step, or masters."
-            )
-        if type(stage) is Unscaled:
-            self._check_reduced()
-            found = tuple((scaler, one.clone()) for scaler, one in stage.verdict.found)
-            flags = tuple(one.clone() for one in self.gradients.flags())
-            drop_gradients([*self.params.models, *self.params.elsewhere])
-            stamp = GradientStamp(raw_grads(self.params.models))
-            verdict = stage.verdict._replace(found=found, is_agreed=False)
-            made = Summed(stage.scale, stamp, stage.true_stamp, False, verdict, flags, losses=stage.losses)
-            self.stage = made
-            return made
-        self.stage = self._new_sums(stage.scale)._replace(pending=True, losses=stage.losses)
-        return self._fold(self.stage)
+    def _are_cleared(self, grads: Grads) -> bool:
+        """Among several ranks, where DDP moves gradients by itself, what is gone says nothing of sums."""
+        if self.is_to_fold and self.stage.sums is not None and _count_of_ranks() > 1:
+            return not (self._any_there(grads) or any_grad(self.params.masters))
+        return super()._are_cleared(grads)
 
-    def _fold(self, stage: Summed) -> Summed:
-        """Add the model's gradients to the sums."""
+    def leave_alone(self, gone: list[int], look: Look) -> None:
+        """As ever; but of sums among several ranks."""
+        if not self.is_sum or _count_of_ranks() == 1:
+            super().leave_alone(gone, look)
+
+    def sum_up(self, look: Look) -> Unscaled:
+        """What there is, as sums."""
+        stage: Any = self.stage
+        if not self.is_sum:
+            self._check_can_sum()
+            if any(pair.has_master and pair.master.dtype in HALF_DTYPES for pair in self.params.all):
+                raise RuntimeError(
+                    'several loss scales in one step are added up in FP32, and master_weights="none" has no place for '
+                    "it. Use one scaler a step, or masters."
+                )
+        if type(stage) is Unscaled and not stage.is_sum:
+            self._check_reduced()
+            self._free()
+            check = stage.check._replace(found=tuple((one, flag.clone()) for one, flag in stage.check.found))
+            stamp = GradientStamp.of(self.params.models)
+            check = check._replace(is_agreed=False)
+            self.stage = stage._replace(stamp=stamp, check=check, unreduced=frozenset())
+        elif type(stage) is not Unscaled:
+            self.stage = Scaled(stage.scale, None, stage.losses)
+            self.fold(look, may_be_cleared=False)
+        summed: Unscaled = self.stage
+        return summed
+
+    def fold(self, look: Look, may_be_cleared: bool) -> None:
+        """UNSCALED: add the model's gradients to the sums."""
         if self.replicas.local and self.params.elsewhere:
             raise RuntimeError(
                 "FP32 sums under DDP's no_sync need every master on every rank; ZeroRedundancyOptimizer spreads them. "
                 'Use grad_accumulation="model", or leave no_sync.'
             )
-        if stage.unreduced and not self.replicas.local:
-            stage = self._reduce_sums(stage)
-        sums = Sums(self.gradients, stage.flags)
-        sums.fold(stage.scale.inv_scale, self.replicas.keeps)
-        found, scaler = self.gradients.found_inf(self.device).clone(), stage.scale.scaler
-        verdict = stage.verdict._replace(found=_with(stage.verdict.found, scaler, found), is_agreed=False)
-        unreduced = stage.unreduced
+        stage: Scaled = self.stage
+        sums, scaler = stage.sums, stage.scale.scaler
+        if sums is not None and sums.unreduced and not self.replicas.local:
+            self.stage = sums
+            self.reduce()
+            sums = self.stage
+        grads = [None if is_folded(grad) else grad for grad in look.grads.tensors]
+        with NamingChanges(self.params), torch.inference_mode(False), torch.no_grad():
+            if sums is None:
+                self.gradients.forget_true()
+                for each in self.gradients.each:
+                    each.stats.reset()
+            elif may_be_cleared and _count_of_ranks() == 1:
+                gone = [at for at, grad in enumerate(look.grads.tensors) if grad is None]
+                set_grads([self.params.masters[at] for at in gone], None)
+            for each in self.gradients.each:
+                _fold(each, [grads[at] for at in each.device.positions], stage.scale.inv_scale.to(each.one.device))
+        self._free()
+        found = self.gradients.found_inf(self.device).clone()
+        check = Check(((scaler, found),)) if sums is None else sums.check.with_found(scaler, found)
+        check = check._replace(is_agreed=False)
+        unreduced = frozenset() if sums is None or sums.unreduced is None else sums.unreduced
         if self.replicas.local:  # other ranks hear of it when the sums are averaged
             unreduced |= {id(scaler)}
         else:
-            verdict = self._noting_norm(verdict, scaler)
-        self.stage = stage._replace(
-            stamp=GradientStamp(raw_grads(self.params.models)),
-            true_stamp=GradientStamp(raw_grads(self.params.masters)),
-            pending=False,
-            verdict=verdict,
-            flags=sums.flags,
-            unreduced=unreduced,
-            is_measured=True,
-        )
-        made: Summed = self.stage
-        return made
+            check = self._with_norm(check, scaler)
+        stamps = GradientStamp.of(self.params.models), GradientStamp.of(self.params.masters)
+        self.stage = Unscaled(stage.scale, *stamps, check, stage.losses, unreduced=unreduced)
 
-    def _look_at_sums(self, stage: Summed, grads: Rows) -> Rows:
-        """:meth:`look`: fold the last backward, with the user's edits; notice edits of the sums."""
-        if stage.pending:
-            if self._any_there(grads) or self._is_there(self.params.masters):
-                self._fold(stage)
+    def _free(self) -> None:
+        """The model's gradients are in the sums, so that 16-bit ones are freed."""
+        keeps = self.replicas.keeps
+        for tensor in (*self.params.models, *self.params.elsewhere):
+            grad = raw_grad(tensor)
+            if grad is not None and keeps and not is_folded(grad):
+                grad.zero_()  # DDP still reduces it
             else:
-                self.reset(keeps_true=False)
-            return self._see()
-        written, gone = stage.stamp.compare(grads)
-        if gone:  # what stood for a sum was set to None
-            self._drop(gone)
-        written = [at for at in written if not is_folded(grads[at])]
-        if written and not are_zero([grads[i] for i in written]):
-            self._refuse_writes(written, grads)
-        if not self._is_there(self.params.masters):
-            if not self.ranks.expects_all:
-                self.reset(keeps_true=False)
-            return grads
-        self._notice_edits(self.stage)
-        return grads
+                set_raw_grad(tensor, None)
+        if not keeps and _count_of_ranks() == 1:  # DDP's reducer moves gradients by itself
+            self._mark([True] * len(self.params))
 
-    def _drop(self, gone: list[int]) -> None:
-        """As ever; but among several ranks, where DDP moves gradients by itself, what is gone says nothing of sums."""
-        if type(self.stage) is not Summed or _count_of_ranks() == 1:
-            super()._drop(gone)
+    def _mark(self, at: list[bool]) -> None:
+        """At these positions what stands in the place of a sum's gradients refuses to be used."""
+        for pair, sum_, is_due in zip(self.params.all, raw_grads(self.params.masters), at, strict=True):
+            if is_due and pair.has_master and sum_ is not None and takes_place(pair.model):
+                if id(pair) not in self._marks:
+                    self._marks[id(pair)] = FoldedGradient(pair.model, pair.name)
+                set_raw_grad(pair.model, self._marks[id(pair)])
 
-    def _reduce_sums(self, stage: Summed) -> Summed:
+    def reduce(self) -> None:
         """Average over the ranks what was summed under ``no_sync``."""
-        sums = Sums(self.gradients, stage.flags)
-        mine = [(place, one) for place, one in enumerate(stage.verdict.found) if id(one[0]) in stage.unreduced]
-        found = self.replicas.reduce(sums, [flag for _, (_, flag) in mine])  # in one order on all ranks
-        every, verdict = list(stage.verdict.found), stage.verdict
-        for (place, (scaler, earlier)), one in zip(mine, found, strict=True):
-            every[place] = scaler, torch.maximum(earlier, one.to(earlier.device))
-            verdict = self._noting_norm(verdict, scaler)
-        made = stage._replace(
-            true_stamp=GradientStamp(raw_grads(self.params.masters)),
-            verdict=verdict._replace(found=tuple(every)),
-            flags=sums.flags,
-            unreduced=frozenset(),
+        stage: Unscaled = self.stage
+        found = list(stage.check.found)
+        mine = [place for place, (scaler, _) in enumerate(found) if id(scaler) in (stage.unreduced or ())]
+        flags = self.replicas.reduce(self, [found[place][1] for place in mine])  # in one order on all ranks
+        check = stage.check
+        for place, one in zip(mine, flags, strict=True):
+            scaler, earlier = found[place]
+            found[place] = scaler, torch.maximum(earlier, one.to(earlier.device))
+            check = self._with_norm(check, scaler)
+        true_stamp = GradientStamp.of(self.params.masters)
+        self.stage = stage._replace(
+            true_stamp=true_stamp, check=check._replace(found=tuple(found)), unreduced=frozenset()
         )
-        self.stage = made
-        return made
 
+    def reset(self, keeps_true: bool = True, zeros: Grads | None = None) -> None:
+        """READY: what stands for sums is taken away."""
+        if self.is_sum or self.is_to_fold:
+            unmark(self.params.models)
+        self._marks.clear()
+        super().reset(keeps_true, zeros)
 
-def _with(
-    found: tuple[tuple[LossScaler, Tensor], ...], scaler: LossScaler, one: Tensor
-) -> tuple[tuple[LossScaler, Tensor], ...]:
-    """What was found, with what a further backward of ``scaler`` gave."""
-    if not any(known is scaler for known, _ in found):
-        return (*found, (scaler, one))
-    return tuple((known, torch.maximum(flag, one) if known is scaler else flag) for known, flag in found)
+    def clear(self, set_to_none: bool) -> None:
+        """As ever; what stood for sums refers to parameters, which torch could not swap."""
+        super().clear(set_to_none)
+        self._marks.clear()
 
+    # -- what ranks average: :class:`.ranks.Sums` --------------------------------------------------------------------
 
-class Sums:
-    """The FP32 sums that masters hold, by device.
-
-    Args:
-        flags: by device, int32 bits of all that went into them; () where there are none yet.
-    """
-
-    def __init__(self, gradients: Gradients, flags: tuple[Tensor, ...] = ()) -> None:
-        self._gradients = gradients
-        self.flags = flags
-
-    def fold(self, inv_scale: Tensor, keep: bool) -> None:
-        """Add the model's gradients times ``inv_scale`` (float32, 0-dim) to the sums, and free them. No host sync.
-
-        The statistics' ``found_inf`` says of those alone whether one was not finite.
-
-        Args:
-            keep: leave zeros where gradients would be freed.
-        """
-        params = self._gradients.params
-        with NamingChanges(params), torch.inference_mode(False), torch.no_grad():
-            for each in self._gradients.each:
-                _fold(each, inv_scale.to(each.one.device))
-        drop_gradients(params.models, keep)
-        drop_gradients(params.elsewhere, keep)
-        if not keep and _count_of_ranks() == 1:  # DDP's reducer moves gradients by itself
-            for each in self._gradients.each:
-                each.mark_folded()
-        self._take_flags([each.stats for each in self._gradients.each])
-
-    def _take_flags(self, stats: list[kernels.GradStats]) -> None:
-        found = [one.nonfinite for one in stats]
-        before = self.flags or tuple(map(torch.zeros_like, found))
-        self.flags = tuple(old | new for old, new in zip(before, found, strict=True))
-
-    def sums(self) -> Iterator[tuple[DeviceParams, list[Tensor | None]]]:
+    def sums_by_device(self) -> Iterator[tuple[DeviceParams, list[Tensor | None]]]:
         """By device: the sums so far, by row. Raises TypeError where one is sparse."""
-        for each in self._gradients.each:
+        for each in self.gradients.each:
             values = raw_grads(each.masters)
             for pair, value in zip(each.pairs, values, strict=True):
                 if value is not None and value.layout is not torch.strided:
@@ -195,7 +189,7 @@ class Sums:
 
     def put_sum(self, device: DeviceParams, row: int, value: Tensor) -> Tensor:
         """Overwrite the sum of a row, or begin one; returns the tensor that holds it."""
-        each = next(each for each in self._gradients.each if each.device is device)
+        each = self._of(device)
         there = raw_grad(each.masters[row])
         if there is None:
             there = each.room(row)
@@ -204,63 +198,38 @@ class Sums:
 
     def averaged(self, device: DeviceParams, stats: kernels.GradStats) -> None:
         """The sums of a device are averages over ranks now, in which a pass has found ``stats``."""
-        flags = list(self.flags)
-        for place, each in enumerate(self._gradients.each):
-            if each.device is device:
-                flags[place] = flags[place] | stats.nonfinite
-                each.stats.sumsq.copy_(stats.sumsq)
-                reference.finish(each.stats)
-        self.flags = tuple(flags)
+        mine = self._of(device).stats
+        mine.nonfinite |= stats.nonfinite
+        mine.sumsq.copy_(stats.sumsq)
+        reference.finish(mine)
+
+    def _of(self, device: DeviceParams) -> DeviceGradients:
+        return next(each for each in self.gradients.each if each.device is device)
 
 
-def _fold(each: DeviceGradients, inv_scale: Tensor) -> None:
-    """Add one device's gradients to the sums that its masters hold."""
-    each.stats.nonfinite.zero_()  # of earlier ones, which are in the flags of sums
-    each.stats.found_inf.zero_()
-    each.stats.touched = True
-    waiting, _ = each.collect(raw_grads(each.models), inv_scale)
-    before = raw_grads(each.masters)
-    ins, count = list(waiting.grads), len(before)
-    places: list[Tensor | None] = [None] * count  # what goes into .grad
-    outs: list[Tensor | None] = [None] * count
-    for row, grad in enumerate(ins):
-        if grad is None:
-            continue
-        sum_ = before[row]
-        places[row] = sum_ if sum_ is not None and sum_.layout is torch.strided else each.room(row)
-        outs[row] = local(places[row])  # type: ignore[arg-type]
-    for row, grad in waiting.sparse.items():
-        ins[row] = grad._values()
-        outs[row] = torch.empty_like(grad._values(), dtype=each.wide_dtype(row))
-    adds = [place is not None and place is before[row] for row, place in enumerate(places)]
-    if any([grad is not None for grad in ins]):  # noqa: C419
-        kernels.multi_tensor_unscale(ins, outs, inv_scale, each.stats, accumulate=adds if any(adds) else False)
-    if _store(each, waiting.sparse, outs, places, before):
-        flags = each.stats.nonfinite.clone()
-        judge(each.true_ones()[0], each.stats, each.one)
-        each.stats.nonfinite.copy_(flags)
-        reference.finish(each.stats)
-
-
-def _store(
-    each: DeviceGradients,
-    sparse: dict[int, Tensor],
-    outs: list[Tensor | None],
-    places: list[Tensor | None],
-    before: list[Tensor | None],
-) -> bool:
-    """Put the sums into the masters; whether their sums of squares are to be measured anew."""
+def _fold(each: DeviceGradients, grads: Grads, inv_scale: Tensor) -> None:
+    """Add one device's gradients to the sums that its masters hold; ``found_inf`` is then of these alone."""
+    stats, before = each.stats, raw_grads(each.masters)
+    earlier = stats.nonfinite.clone()
+    stats.nonfinite.zero_()
+    stats.found_inf.zero_()
+    stats.touched = True
+    laid = each.lay_out(grads, before)
+    adds = [place is not None and place is sum_ for place, sum_ in zip(laid.places, before, strict=True)]
+    if any_there(laid.ins):
+        kernels.multi_tensor_unscale(laid.ins, laid.outs, inv_scale, stats, accumulate=adds if any(adds) else False)
     measures_anew = False
-    for row, master in enumerate(each.masters):
-        made, sum_, out = places[row], before[row], outs[row]
-        if row in sparse and out is not None:
-            made = sparse_like(sparse[row], out.to(master.dtype))
-        if made is None:
-            continue
-        if sum_ is not None and made is not sum_:
-            made, measures_anew = sum_ + made, True
-        set_raw_grad(master, made)
-    return measures_anew
+    for master, made, sum_ in zip(each.masters, each.placed(laid), before, strict=True):
+        if made is not None:
+            if sum_ is not None and made is not sum_:
+                made, measures_anew = sum_ + made, True
+            set_raw_grad(master, made)
+    if measures_anew:
+        flags, found = stats.nonfinite.clone(), stats.found_inf.clone()
+        each.measure()
+        stats.nonfinite.copy_(flags)
+        stats.found_inf.copy_(found)
+    stats.nonfinite |= earlier
 
 
 def _count_of_ranks() -> int:
@@ -274,6 +243,5 @@ def _count_of_ranks() -> int:
 def refuse_ranks() -> None:
     """Raise where gradients are about to be folded into FP32 sums that DDP might never reduce."""
     ranks = _count_of_ranks()
-    if ranks == 1:
-        return
-    raise errors.SUMS_IN_A_GROUP(ranks=ranks)
+    if ranks > 1:
+        raise errors.SUMS_IN_A_GROUP(ranks=ranks)

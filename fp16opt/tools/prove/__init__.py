@@ -16,10 +16,9 @@ from typing import Any
 
 from ... import __version__
 from ...kernels import native
-from ...kernels.cuda_rows import FIRST, KERNELS
-from ...kernels.planted import expected, planted
+from ...kernels.cuda_rows import KERNELS
+from ...kernels.planted import expected
 from ...kernels.proof import prove
-from .speed import LENGTHS, Speed
 from .trials import ITERATIONS, Result, Trials
 from .where import Card, NoCard, Pretended, Where
 
@@ -28,8 +27,8 @@ __all__ = ["add_arguments", "answer"]
 Say = Callable[[str], None]
 Task = tuple[str, Callable[[], Result]]
 _WOULD = (
-    f"It would prove {len(KERNELS)} kernels on planted numbers, time them beside a copy, and make {ITERATIONS} steps "
-    "in every mode, in a CUDA graph and on two streams, and compare all bits with the CPU's."
+    f"It would prove {len(KERNELS)} kernels on planted numbers, and make {ITERATIONS} steps in every mode, in a CUDA "
+    "graph and on two streams, and compare all bits with the CPU's."
 )
 
 
@@ -64,13 +63,13 @@ def answer(given: argparse.Namespace, say: Say) -> int:
     facts = {"fp16opt": __version__, "the CPU's side": native.status(), **where.facts()}
     try:
         with _progress(say) as progress:
-            kernels, trials, speeds = _work(where, given.iterations, progress)
+            kernels, trials = _work(where, given.iterations, progress)
     finally:
         where.close()
         logger.setLevel(level)
     seconds = round(time.perf_counter() - began, 1)
     wrong = [result for result in (*kernels, *trials) if result.words]
-    for line in _page(facts, kernels, trials, speeds, where.is_real):
+    for line in _page(facts, kernels, trials):
         say(line)
     for result in wrong:
         say(f"WRONG  {result.name}: {result.words}")
@@ -84,7 +83,6 @@ def answer(given: argparse.Namespace, say: Say) -> int:
             "wrong": len(wrong),
             "kernels": [_record(result) for result in kernels],
             "steps": [_record(result) for result in trials],
-            **speeds,
         }
         given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 1 if wrong else 0
@@ -92,55 +90,20 @@ def answer(given: argparse.Namespace, say: Say) -> int:
 
 def _work(
     where: Where, iterations: int, progress: Callable[[list[Task]], Iterator[Task]]
-) -> tuple[list[Result], list[Result], dict[str, Any]]:
-    """Do everything, one task after the other: (kernels, steps, figures)."""
-    speed = Speed(where)
-    rates: dict[str, float] = {}
-    host: dict[str, float] = {}
-    first: dict[str, float] = {}
+) -> tuple[list[Result], list[Result]]:
+    """Do everything, one task after the other: (kernels, steps)."""
 
     def kernel(name: str) -> Result:
         with where.serving():
             found = prove((name,), where.device.index or 0, where.place())[name]
             where.note({name: found})
-        figures: dict[str, Any] = {"bits": found.bits}
-        if name in speed.timed() and not found.words:
-            rates[name] = figures["GB/s"] = round(speed.kernel(name), 1)
-        return Result(name, found.words, figures)
-
-    def copy() -> Result:
-        rates["copy"] = round(speed.copy(), 1)
-        return Result("copy", "")
-
-    def hosted(length: int) -> Result:
-        host[str(length)] = round(speed.host(length), 1)
-        return Result("host", "")
-
-    def once_more() -> Result:
-        """What the first use costs, apart from compiling."""
-        for made in (planted, expected):
-            made.cache_clear()
-        began = time.perf_counter()
-        with where.serving():
-            prove(FIRST, where.device.index or 0, where.place())
-        first["milliseconds"] = round(1e3 * (time.perf_counter() - began), 1)
-        return Result("first use", "")
+        return Result(name, found.words, {"bits": found.bits})
 
     for name in KERNELS:  # the CPU's side, where nothing is pretended yet
         expected(name)
-    kernel_tasks: list[Task] = [(name, functools.partial(kernel, name)) for name in KERNELS]
-    trial_tasks = Trials(where, iterations).all()
-    others: list[Task] = [
-        ("copy", copy),
-        *([("first use", once_more)] if where.is_real else []),
-        *((f"host time, {n}", functools.partial(hosted, n)) for n in LENGTHS),
-    ]
-    tasks = [*kernel_tasks, *trial_tasks, *others]
-    found = [_tried(task) for task in progress(tasks)]
-    kernels, trials = found[: len(kernel_tasks)], found[len(kernel_tasks) : len(kernel_tasks) + len(trial_tasks)]
-    trials += [result for result in found[len(kernels) + len(trial_tasks) :] if result.words]
-    figures = {"GB/s": rates, "host microseconds of a step, by tensors": host, "proof at AdamW's first use": first}
-    return kernels, trials, figures
+    kernels: list[Task] = [(name, functools.partial(kernel, name)) for name in KERNELS]
+    found = [_tried(task) for task in progress([*kernels, *Trials(where, iterations).all()])]
+    return found[: len(kernels)], found[len(kernels) :]
 
 
 def _tried(task: Task) -> Result:
@@ -178,27 +141,12 @@ def _record(result: Result) -> dict[str, Any]:
     return {"name": result.name, "wrong": result.words, **result.figures}
 
 
-def _page(
-    facts: dict[str, str], kernels: list[Result], trials: list[Result], speeds: dict[str, Any], timed: bool
-) -> Iterator[str]:
+def _page(facts: dict[str, str], kernels: list[Result], trials: list[Result]) -> Iterator[str]:
     for name, value in facts.items():
         yield f"{name:<16}{value}"
-    rates, copy = speeds["GB/s"], speeds["GB/s"].get("copy", 0.0)
+    for what, results in (("kernel", kernels), ("steps", trials)):
+        yield ""
+        yield f"{what:<44}{'bits compared':>14}"
+        for result in results:
+            yield f"{result.name:<44}{result.figures.get('bits', 0):>14,}  {'WRONG' if result.words else 'ok'}"
     yield ""
-    yield f"{'kernel':<20}{'bits compared':>14}  {'GB/s':>7}  {'of a copy':>9}"
-    for result in kernels:
-        rate = rates.get(result.name, 0.0)
-        speed = f"{rate:>7.0f}  {rate / copy:>9.2f}" if timed and rate and copy else f"{'-':>7}  {'-':>9}"
-        yield f"{result.name:<20}{result.figures.get('bits', 0):>14,}  {speed}  {'WRONG' if result.words else 'ok'}"
-    if timed:
-        yield f"{'copy':<20}{'':>14}  {copy:>7.0f}"
-    yield ""
-    for result in trials:
-        bits = result.figures.get("bits", 0)
-        yield f"{result.name:<44}{bits:>12,} bits  {'WRONG' if result.words else 'ok'}"
-    yield ""
-    if timed:
-        for length, microseconds in speeds["host microseconds of a step, by tensors"].items():
-            yield f"host time of clip and step, {length:>4} tensors  {microseconds:>8.0f} us"
-        for milliseconds in speeds["proof at AdamW's first use"].values():
-            yield f"proof at AdamW's first use, without compiling  {milliseconds:>6.1f} ms"

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ...kernels import cuda_devices
 from ...kernels.installed import PACKAGE
-from ...kernels.proof import Place
-from ...kernels.verdicts import Outcome
+from ...kernels.proof import Outcome, Place
 
 
 class NoCard(RuntimeError):
@@ -31,14 +30,10 @@ class Card:
 
     Attributes:
         device: the card.
-        is_real: whether it is one: times mean something.
-        seconds: to wait for the answer of a kernel.
 
     Raises:
         NoCard: the CUDA kernels can't serve it at all.
     """
-
-    is_real = True
 
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
@@ -102,13 +97,10 @@ class Pretended:
 
     Attributes:
         device: the CPU, taken for a card inside of :meth:`serving`.
-        is_real: no.
 
     Raises:
         NoCard: there is no source tree around the package or in the present folder, or the tests' packages are missing.
     """
-
-    is_real = False
 
     def __init__(self) -> None:
         trees = PACKAGE.parent, Path.cwd()

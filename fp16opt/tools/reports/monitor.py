@@ -332,7 +332,7 @@ class Monitor:
     def _look(self, wrapper: Wrapper, sample: _Sample) -> Tensor:
         """Numbers of the gradients that are there now, of each unscaled and before the clip."""
         state, clipped = wrapper.step_state, wrapper.outcome.clipped
-        are_true = state.are_true
+        are_true = type(state.stage) is Unscaled
         grads = [_gradient(pair, are_true) for pair in wrapper.params.all]
         found = of_gradients([grad for grad, _ in grads], wrapper.device)
         folded = [position for position in sample.folded if grads[position][0] is not None]
@@ -347,11 +347,11 @@ class Monitor:
         found[:, _SUMSQ] *= as_it_lies.square()
         as_it_lies[folded] = inverse
         found[:, _LARGEST] *= as_it_lies
-        if are_true and state.scale is not None and state.scale.is_plain:  # a GradScaler divides them where they lie
+        if are_true and state.scale is not None and not state.is_own:  # a GradScaler divides them where they lie
             true = of_gradients(list(map(_piece, raw_grads(wrapper.params.masters))), wrapper.device)
             factor = _told_by_grad_scaler(wrapper).to(true)
             found[:, _SUMSQ], found[:, _LARGEST] = true[:, _SUMSQ] * factor.square(), true[:, _LARGEST] * factor
-        elif isinstance(state.standing, (Checked, Unscaled)):
+        elif isinstance(state.stage, (Checked, Unscaled)):
             # The sums are known, from before any clip.
             for device, one in zip(wrapper.params.devices, wrapper.gradients.stats, strict=True):
                 rows = [at for at, position in enumerate(device.positions) if grads[position][0] is not None]
