@@ -37,7 +37,7 @@ from .engine.fused_step import FusedStep
 from .engine.gradients import StepState
 from .engine.look import Look
 from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
-from .engine.missing_scale import WayToScale, underflow, warn_missing_scale, without_scale
+from .engine.missing_scale import WayToScale, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.changes import Changes, require_tensors
@@ -49,7 +49,7 @@ from .engine.modes.sums import SummingState
 from .engine.outcome import Outcome, read_at_once
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
 from .engine.passes import Gradients
-from .engine.ranks import Detached, Digest, Facts
+from .engine.ranks import Digest, Facts
 from .engine.schema import is_ours
 from .engine.stage import BackwardScale, Check, Ready, ScaledBy
 from .engine.state_format import convert_all
@@ -121,12 +121,7 @@ def between_hooks(step: Method) -> Method:
                 returned = framed(self, *args, **kwargs)
                 self.model_writes.write_edited()
                 return returned
-            returned = (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
-            _, of_this, _, of_all = *own_step_hooks(self), *STEP_HOOKS_OF_ALL
-            for hook in (*of_this.values(), *of_all.values()):  # one may have been registered during the step
-                hook(self, (self, *args), kwargs)
-                self.model_writes.write_edited()
-            return returned
+            return (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
         except BaseException:
             for name in ("grad_scale", "found_inf"):  # torch's GradScaler takes them back only where ``step`` returns
                 self.__dict__.pop(name, None)
@@ -389,20 +384,19 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
         self.model_writes.require_not_swapped("a copy or pickle")
+        ranks = self.step_state.ranks
+        if ranks.within is not ranks:
+            raise RuntimeError(
+                "a copy or pickle of an optimizer that shares its verdict with a pipeline would belong to "
+                "no process group. Copy it before fp16opt.distributed.attach(opt, model, process_group=...)."
+            )
         self.settle("copy.deepcopy or pickle")
         self.model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        ranks = self.step_state.ranks
-        return {
-            **kept,
-            "_wrapped_extras": extras(self.optimizer),
-            "_steps_counted": self.steps_counted(),
-            "_shares_verdict": ranks.within is not ranks,
-        }
+        return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self.steps_counted()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         left, counted = state.pop("_wrapped_extras"), state.pop("_steps_counted")
-        shared_verdict = state.pop("_shares_verdict", False)
         self.__dict__.update(state)
         self.outcome.steps_taken = counted
         for name, value in left.items():
@@ -410,8 +404,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._names = {}
         self.model_writes.count_anew()
         self._compose()
-        if shared_verdict:
-            self.step_state.ranks = Detached(self.step_state.ranks)
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
 
@@ -916,9 +908,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         is_told = "found_inf" in self.__dict__ or scale.by.is_told  # a GradScaler's
         if not (is_told or scale.scaler.dynamic or float(scale.scale) != 1.0):
             pairs = without_scale(self.params.all)
-            lost = underflow(pairs, self.step_state.is_sum)
             if pairs:
-                warn_missing_scale(self.lines, pairs, lost, self.way_to_scale, not self.step_state.is_own)
+                warn_missing_scale(self.lines, pairs, self.way_to_scale, not self.step_state.is_own)
         self._may_lack_scale = False
 
     def _way_to_scale(self) -> WayToScale:

@@ -337,16 +337,12 @@ EPS = Line(
     a gradient is 0 the update is 0/0, and the weight becomes nan. Use eps=1e-4 or more, or masters.""",
 )
 
-GRADIENTS_LOST = (
-    ": in this step {zero} of {elements} elements are 0, and {subnormal} more are under {tiny:.1e}, where FP16 loses "
-    "digits"
-)
 BACKWARD_BY = ", and {call} in place of loss.backward()"
 
 NO_SCALE = Line(
     "no scale",
     logging.WARNING,
-    """FP16 weights are trained without loss scaling: {names}. Small gradients underflow{lost}. Write
+    """FP16 weights are trained without loss scaling: {names}. Small gradients underflow. Write
     {way_out}{calls}; or {meant} to say that this is meant.""",
 )
 

@@ -8,6 +8,7 @@ parameter it lies on the weight's own memory. What the wrapped optimizer's ``par
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -518,9 +519,9 @@ def check_group(group: dict[str, Any], number: int, names: dict[int, str], known
 
 
 def check_apart(labelled: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise ``ValueError`` naming two parameters that share bytes: each would undo the other's update.
+    """Raise ``ValueError`` naming two parameters that overlap in memory: each would undo the other's update.
 
-    Disjoint parts of one buffer are apart, as cuDNN's LSTM has them.
+    Parts of one buffer that lie one behind the other are apart, as cuDNN's LSTM has them; columns of a matrix are not.
     """
     spans = []
     for position, (_, param) in enumerate(labelled):
@@ -530,37 +531,15 @@ def check_apart(labelled: Sequence[tuple[str, Tensor]]) -> None:
             reach = sum(stride * (size - 1) for stride, size in zip(piece.stride(), piece.shape, strict=True))
             if start:
                 spans.append((str(piece.device), start, start + (reach + 1) * piece.element_size(), position))
-    reached: list[tuple[str, int, int, int]] = []
-    for span in sorted(spans):
-        reached = [other for other in reached if other[0] == span[0] and other[2] > span[1]]
-        for other in reached:
-            (first, a), (second, b) = labelled[min(other[3], span[3])], labelled[max(other[3], span[3])]
+    for (device, _, end, one), (another, start, _, other) in itertools.pairwise(sorted(spans)):
+        if device == another and start < end:
+            (first, a), (second, b) = labelled[min(one, other)], labelled[max(one, other)]
             if a is b:
                 raise ValueError(f"parameters {first!r} and {second!r} are one, in the optimizer twice. Leave one out.")
-            if _share_bytes(local(a), local(b)):
-                raise ValueError(
-                    f"parameters {first!r} and {second!r} share memory: an update of one would overwrite the other's. "
-                    "Give the optimizer one of the two, or give each memory of its own, with .clone()."
-                )
-        reached.append(span)
-
-
-def _share_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether some byte belongs to both, of two tensors whose stretches of memory overlap."""
-    if is_dense(a) and is_dense(b):
-        return True
-    low = min(a.data_ptr(), b.data_ptr())
-    offsets = []
-    for tensor in (a, b):
-        reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-        elements = (
-            torch.arange(reach + 1, dtype=torch.int64, device="cpu")
-            .as_strided(tensor.shape, tensor.stride())
-            .reshape(-1, 1)
-        )
-        of_one = torch.arange(tensor.element_size(), dtype=torch.int64, device="cpu")
-        offsets.append((elements * tensor.element_size() + of_one).reshape(-1) + (tensor.data_ptr() - low))
-    return bool(torch.isin(*offsets).any())
+            raise ValueError(
+                f"parameters {first!r} and {second!r} overlap in memory: an update of one would overwrite the other's. "
+                "Give the optimizer one of the two, or give each memory of its own, with .clone()."
+            )
 
 
 # -- state, by parameter -----------------------------------------------------------------------------------------------

@@ -441,7 +441,7 @@ LOOKS: dict[str, Callable[[World], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["masters", "sparse"])
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_fp32_sums_begin_at_zero_whatever_their_memory_held(kind: str) -> None:
     """With deterministic algorithms torch fills new memory with nan."""
     weight = nn.Parameter(torch.zeros(3, 2, dtype=torch.float16))

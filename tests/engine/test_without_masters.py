@@ -75,6 +75,13 @@ def test_sums_are_refused() -> None:
     assert not optimizer.step_was_skipped
 
 
+def test_a_clip() -> None:
+    half, _, optimizer = wrapped(torch.float16, loss_scale=8.0)
+    optimizer.backward((half.float() * 4.0).sum())
+    assert float(optimizer.clip_master_grads(4.0)) == 8.0
+    assert next(optimizer.master_params()).grad.tolist() == [2.0] * 4
+
+
 def test_it_is_checked() -> None:
     with pytest.raises(ValueError, match="expected one of 'full', 'none', 'split', 'split24', got 'half'"):
         MixedPrecisionOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), master_weights="half")

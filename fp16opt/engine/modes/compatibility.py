@@ -40,6 +40,11 @@ def check_optimizer(
         names: by id of a parameter.
         is_zero: whether it is.
     """
+    if config.grad_accumulation == "fp32" and not config.makes_masters:
+        raise ValueError(
+            'grad_accumulation="fp32" does not go with master_weights="none": there is no place for FP32 '
+            'sums. Use masters, or grad_accumulation="model".'
+        )
     if config.splits:
         _check_split(config, optimizer, names)
     if config.gradient_release:

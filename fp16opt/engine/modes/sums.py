@@ -22,7 +22,7 @@ from ..dtensors import raw_grad, raw_grads, set_raw_grad
 from ..folded import FoldedGradient, is_folded, takes_place, unmark
 from ..gradients import StepState
 from ..look import Look
-from ..params import DeviceParams
+from ..params import HALF_DTYPES, DeviceParams
 from ..passes import DeviceGradients, NamingChanges
 from ..stage import BackwardScale, Check, GradientStamp, Grads, Scaled, Unscaled
 
@@ -76,6 +76,11 @@ class SummingState(StepState):
         stage: Any = self.stage
         if not self.is_sum:
             self._check_can_sum()
+            if any(pair.has_master and pair.master.dtype in HALF_DTYPES for pair in self.params.all):
+                raise RuntimeError(
+                    'several loss scales in one step are added up in FP32, and master_weights="none" has no place for '
+                    "it. Use one scaler a step, or masters."
+                )
         if type(stage) is Unscaled and not stage.is_sum:
             self._check_reduced()
             self._free()
