@@ -132,7 +132,6 @@ FOREIGN = {
     "_join_config": "of DDP: nothing public tells whether Join is on",
     "_parameters": "of a Module, as above",
     "_buffers": "of a Module: what is replaced there needs no setattr, which a subclass may forbid",
-    "_parameters": "of a Module: its own alone, tied ones each time",
     "_BatchNorm": "the base of all batch norms",
     "_register_state_dict_hook": "before torch 2.5 there is no public one that runs after state_dict",
     "_orig_mod": "of torch.compile: the module inside",

@@ -218,7 +218,6 @@ def test_of_fp32_sums_the_norm_is_the_sums_and_the_largest_that_of_one_backward(
     assert row["grad_largest"] == 2.0**13
     assert row["grad_norm"] == 2.0**14
     assert row["near_overflow"] == 1 / 2
-    assert "any one backward" in NUMBERS["grad_largest"]
 
 
 def test_true_zeros_are_no_underflow_and_all_zeros_are() -> None:
