@@ -409,10 +409,11 @@ def warn_model_write(lines: Lines, names: Iterable[str], times: int) -> None:
 
 
 def groups_without_eps(groups: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-    """(number, eps) of the groups that step FP16 parameters themselves with an ``eps`` that is 0 in FP16."""
+    """(number, eps) of the groups that train FP16 parameters themselves with an ``eps`` that is 0 in FP16."""
     found = []
     for number, group in enumerate(groups):
-        eps, has_fp16 = group.get("eps"), any(param.dtype == torch.float16 for param in group["params"])
+        eps = group.get("eps")
+        has_fp16 = any(param.dtype == torch.float16 and param.requires_grad for param in group["params"])
         if not (has_fp16 and isinstance(eps, float) and eps > 0.0):
             continue
         if float(torch.tensor(eps, dtype=torch.float16, device="cpu")) == 0.0:

@@ -701,7 +701,7 @@ PLANTED: dict[Callable[[], Case], tuple[str, str, str | None, str]] = {
     no_scale_and_no_masters: ("no_loss_scale", "error", None, "MixedPrecisionOptimizer(optimizer, dynamic=True"),
     no_scale: ("no_loss_scale", "error", None, "dynamic=True"),
     no_scale_and_a_small_loss: ("no_loss_scale", "error", "fc1.weight", "of the gradients' elements underflow"),
-    autocast_without_a_scaler: ("no_loss_scale", "error", None, "fp16opt.GradScaler()"),
+    autocast_without_a_scaler: ("no_loss_scale", "error", None, 'fp16opt.GradScaler("cpu")'),
     autocast_and_a_small_loss: (
         "no_loss_scale",
         "error",

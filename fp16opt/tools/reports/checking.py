@@ -326,8 +326,9 @@ class Checking:
             return f"{way.write}, and {way.backward}"
         if torch.float16 in kinds:
             return f"{WRAP_DYNAMIC}\noptimizer.backward(loss)  # in place of loss.backward()"
+        device = next(iter(self.trained.values())).device.type
         return (
-            "scaler = fp16opt.GradScaler()\n"
+            f'scaler = fp16opt.GradScaler("{device}")\n'
             "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()  # or BF16 for autocast"
         )
 
@@ -432,26 +433,35 @@ class Checking:
                 f"{percent(share)} of them."
             )
             return
-        if share <= SHARE:
-            self.facts.append(
-                f"16-bit weights lose {percent(share)} of these updates, and more as updates get smaller. Masters lose "
-                f"{percent(with_masters)}."
-            )
+        kept_by = self._keeps_what_is_lost(twin.optimizer)
+        if kept_by:
+            self.facts.append(f"The optimizer steps 16-bit weights with {kept_by}, which keeps small updates.")
             return
-        bad = most_elements_first(without, elements)
+        bad = most_elements_first(without, elements) if share > SHARE else {}
         has_none = self.wrapper is not None
         with_words = "" if has_none else f" With FP32 masters {percent(with_masters)} are lost."
         fp16 = any(model.dtype == torch.float16 for model in pairs.values())
+        how_many = (
+            f"of the updates are too small for 16-bit weights, and are lost: most in {shares_in_words(bad)}."
+            if bad
+            else "of these updates are lost, as 16-bit weights train without masters, and more later on, as the learning "
+            "rate and the gradients fall."
+        )
         self._find(
             "lost_updates",
-            "error",
-            f"{percent(share)} of the updates are too small for 16-bit weights, and are lost: most in "
-            f"{shares_in_words(bad)}.{with_words}",
+            "error" if bad else "warning",
+            f"{percent(share)} {how_many}{with_words}",
             'leave master_weights="none" out' if has_none else (WRAP_DYNAMIC if fp16 else WRAP),
-            layer=next(iter(bad)),
+            layer=next(iter(bad), None),
             numbers={"without_masters": share, **({} if has_none else {"with_masters": with_masters})},
             by_layer=bad,
         )
+
+    def _keeps_what_is_lost(self, optimizer: Optimizer) -> str:
+        """The setting by which an optimizer keeps updates that its 16-bit weights can't hold; "" where there is none."""
+        settings = {**vars(optimizer), **optimizer.param_groups[0]}
+        keeps = (name for name, value in settings.items() if ("kahan" in name or "stochastic" in name) and value)
+        return next(keeps, "")
 
     def _tell(self, run: Run, twin: MixedPrecisionOptimizer) -> None:
         """What was run, as the first fact."""

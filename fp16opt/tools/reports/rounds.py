@@ -26,6 +26,9 @@ from .restoring import Loadable
 
 _CLIPS = {inspect.unwrap(one).__code__: one.__name__ for one in (clip_grad_norm_, clip_grad_value_)}
 _BACKWARD = inspect.unwrap(MixedPrecisionOptimizer.backward).__code__
+_WRITE = {
+    inspect.unwrap(one).__code__ for one in (MixedPrecisionOptimizer.write_masters, MixedPrecisionOptimizer.train)
+}
 _TAKE = inspect.unwrap(MixedPrecisionOptimizer.update_master_grads).__code__
 _OURS = Path(__file__).resolve().parents[2]
 _TORCH = Path(torch.__file__).resolve().parent
@@ -232,6 +235,8 @@ class Rounds:
         if event == "return":
             if code in _CLIPS:
                 self._clipped(frame, arg)
+            elif code in _WRITE and frame.f_locals.get("self") is self._wrapper and self._after_step:
+                self._when_stepped()  # masters were written, and the model follows
             return
         if code.co_name == "step":
             one = frame.f_locals.get("self")
