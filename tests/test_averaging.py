@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -190,19 +189,6 @@ def test_parameters_that_come_later_and_those_that_thaw() -> None:
     assert np.array_equal(found["wide"].numpy(), values["wide"])  # its first values are those of its first update
 
 
-def test_tables_are_made_once() -> None:
-    net, opt = make()
-    averaged = AveragedMasters(net, opt, ema(0.5))
-    train(net, opt, range(1))
-    averaged.update()
-    tables = [table for _, _, table in averaged._devices]
-    rebuilt = [table.rebuilds for table in tables]
-    for number in range(3):
-        train(net, opt, range(number, number + 1))
-        averaged.update()
-    assert [table.rebuilds for table in tables] == rebuilt == [1]
-
-
 # -- the model with averages -------------------------------------------------------------------------------------------
 
 
@@ -251,36 +237,6 @@ def test_swap_is_no_write_where_writes_are_errors() -> None:
     opt.refresh_masters()
     with averaged.swap():
         pass
-
-
-def test_a_write_from_before_the_swap_is_taken_and_not_lost() -> None:
-    net, opt = make()
-    averaged = AveragedMasters(net, opt, ema(0.5))
-    train(net, opt, range(2))
-    averaged.update()
-    with torch.no_grad():
-        net.a.weight.fill_(0.5)
-    with averaged.swap():
-        pass
-    assert net.a.weight.eq(0.5).all()
-    assert masters(net, opt)["a.weight"].min() == 0.5
-
-
-def test_a_master_written_before_the_swap_is_rounded_down_by_the_next_step() -> None:
-    net, opt = make(fused_step=False, inner=SGD)
-    averaged = AveragedMasters(net, opt, ema(0.5))
-    train(net, opt, range(1))
-    averaged.update()
-    master = list(opt.master_params())[1]
-    with torch.no_grad():
-        master.fill_(0.25)
-    with averaged.swap():
-        pass
-    assert master.eq(0.25).all()
-    opt.zero_grad()
-    opt.backward(net.b.weight.float().sum())
-    opt.step()
-    assert net.a.weight.eq(0.25).all()
 
 
 INSIDE: dict[str, Callable[[Net, MixedPrecisionOptimizer, AveragedMasters], Any]] = {
@@ -352,18 +308,6 @@ def test_an_exception_inside_puts_the_weights_back() -> None:
         raise KeyError("evaluation")
     assert bits(net) == before
     train(net, opt, range(1))
-
-
-def test_gradients_that_wait_for_a_step_survive_a_swap() -> None:
-    (net, opt), (other, theirs) = make(), make()
-    averaged = AveragedMasters(net, opt, ema(0.9))
-    for model, optimizer in ((net, opt), (other, theirs)):
-        optimizer.backward((model(batch(0)) - 1.0).square().mean())
-    with averaged.swap(), torch.no_grad():
-        net.eval()(batch(1))
-    opt.step()
-    theirs.step()
-    assert bits(net)["a.weight"] == bits(other)["a.weight"]
 
 
 def test_inference_mode_around_everything() -> None:
@@ -551,14 +495,3 @@ def test_one_optimizer_of_two_models() -> None:
     with averaged.swap():
         assert bits(other) == before
     assert optimizer_state(opt.state_dict())["param_groups"]
-
-
-def test_warnings_are_none() -> None:
-    net, opt = make()
-    averaged = AveragedMasters(net, opt, ema(0.5))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(net, opt, range(2))
-        averaged.update()
-        with averaged.swap():
-            pass

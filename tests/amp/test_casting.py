@@ -555,19 +555,6 @@ def test_other_threads_are_left_alone(casts: Any) -> None:
     assert found == [FULL, HALF]
 
 
-def test_the_steps_of_optimizers_do_not_cast() -> None:
-    class Nosy(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            self.seen = torch.mm(X, X.t()).dtype
-            return super().step(closure)
-
-    model = net()
-    optimizer = Nosy(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    train(model, optimizer, 1)
-    assert optimizer.seen == FULL
-
-
 def test_a_cast_model_runs_without_casts_beside_an_o1_model() -> None:
     made("O1")
 

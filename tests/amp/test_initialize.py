@@ -315,15 +315,6 @@ def test_a_later_initialize_makes_new_scalers_and_every_optimizer_uses_them() ->
     assert same(bits(model, optimizer), bits(reference_model, reference)), "scales are powers of two: the same numbers"
 
 
-def test_a_refused_initialize_leaves_the_scalers() -> None:
-    _, optimizer = made("O2")
-    before = list(_amp_state.loss_scalers)
-    for refused in ({"opt_level": "O1", "master_weights": True}, {"loss_scale": -1.0}, {"num_losses": 0}):
-        with pytest.raises(RuntimeError):
-            amp.initialize(net(), None, **refused)
-    assert optimizer.amp.scalers == _amp_state.loss_scalers == before
-
-
 # -- models ----------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from typing import Any
 
 import pytest
@@ -248,15 +247,6 @@ def test_hooks_and_a_step_that_was_put_on_the_object_run_where_the_step_is_taken
         assert same(weights_of(model), before) == (not expected)
 
 
-def test_hooks_run_once_after_a_pickle() -> None:
-    model, optimizer = made("O1")
-    model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
-    called: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: called.append(1))
-    train(model, optimizer, 2)
-    assert called == [1, 1]
-
-
 def test_what_is_counted_goes_into_a_pickle_and_names_too() -> None:
     model, optimizer = made("O1")
     backward(model, optimizer, float("inf"))
@@ -341,9 +331,3 @@ def test_casts_are_on_in_a_closure_and_off_in_the_step_around_it() -> None:
     optimizer.step(closure)
     assert seen == [("step", False), ("closure", True)]
     assert torch.is_autocast_enabled("cpu")
-
-
-def test_the_eps_that_is_zero_in_fp16_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    model = net()
-    amp.initialize(model, torch.optim.Adam(model.parameters()), opt_level="O3", verbosity=0)
-    assert "eps=1e-08 is 0 in FP16" in caplog.text

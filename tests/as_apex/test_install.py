@@ -121,12 +121,6 @@ def test_amp_resolves_with_its_private_names(installed: Any) -> None:
         assert isinstance(importlib.import_module(f"apex.amp.{name}"), types.ModuleType)
 
 
-@pytest.mark.skipif(HAS_AMP, reason="fp16opt.amp is in this tree")
-def test_amp_is_named_where_it_is_missing(installed: Any) -> None:
-    with pytest.raises(ImportError, match=r"apex\.amp is not provided by fp16opt"):
-        from apex import amp  # noqa: F401
-
-
 # -- what does not ---------------------------------------------------------------------------------------------------
 
 MISSING = [
