@@ -157,20 +157,6 @@ def test_a_rule_of_ones_own_gets_the_number_of_updates() -> None:
     assert np.allclose(averaged.fp32_state_dict()["a.weight"].numpy(), np.mean(values, axis=0), rtol=0, atol=1e-6)
 
 
-def test_a_skipped_step_takes_the_same_values_again() -> None:
-    net, opt = make(dynamic=True, inner=SGD)
-    averaged = AveragedMasters(net, opt, ema(0.5))
-    train(net, opt, range(2))
-    averaged.update()
-    before = averaged.fp32_state_dict()["a.weight"].clone()
-    opt.zero_grad()
-    opt.backward(net(batch(0)).sum() * float("inf"))
-    opt.step()
-    averaged.update()
-    assert opt.step_was_skipped
-    assert torch.equal(averaged.fp32_state_dict()["a.weight"], before)
-
-
 def test_parameters_that_come_later_and_those_that_thaw() -> None:
     net = Net()
     net.a.weight.requires_grad_(False)

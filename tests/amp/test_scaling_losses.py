@@ -287,39 +287,6 @@ def test_closures_without_masters(level: str) -> None:
     assert losses[-1] < losses[0]
 
 
-class Larc:
-    """A wrapper that is no torch Optimizer: it changes gradients, then steps the optimizer inside."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optim = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optim"], name)
-
-    def step(self) -> None:
-        with torch.no_grad():
-            for group in self.optim.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p.grad.mul_(0.5)
-        self.optim.step()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_wrappers_like_larc(level: str) -> None:
-    model = net()
-    larc = Larc(sgd(model))
-    assert amp.initialize(model, larc, opt_level=level, verbosity=0)[1] is larc
-    before = [p.detach().clone() for p in model.parameters()]
-    with amp.scale_loss(F.cross_entropy(model(X), Y), larc) as scaled:
-        scaled.backward()
-    grads = [p.grad.clone() for p in amp.master_params(larc)]
-    larc.step()
-    for p, b, g in zip(model.parameters(), before, grads, strict=True):
-        expected = (b.float() - 0.125 * 0.5 * g.float()).to(p.dtype)
-        assert torch.allclose(p, expected, rtol=1e-3, atol=1e-6)
-
-
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -357,22 +324,6 @@ def test_resume_is_bit_exact(level: str, order: int) -> None:
     assert amp.state_dict() == expected_scale
 
 
-def test_the_comparison_notices_lost_masters() -> None:
-    model, optimizer = made("O2")
-    train(model, optimizer, 5)
-    saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    train(model, optimizer, 5)
-    expected = bits(model, optimizer)
-    model, optimizer = made("O2")
-    model.load_state_dict(saved["model"])
-    del saved["optimizer"]["fp16opt_masters"]  # as apex saved it
-    optimizer.load_state_dict(saved["optimizer"])
-    train(model, optimizer, 5)
-    got = bits(model, optimizer)
-    assert not same(got, expected)
-    assert all(torch.allclose(a.float(), b.float(), atol=2e-2) for a, b in zip(got, expected, strict=True))
-
-
 def test_optimizer_checkpoints_go_both_ways() -> None:
     model, optimizer = made("O2")
     train(model, optimizer, 3)
@@ -386,21 +337,6 @@ def test_optimizer_checkpoints_go_both_ways() -> None:
     optimizer.load_state_dict(state)
     assert same([optimizer.state[p]["momentum_buffer"] for p in amp.master_params(optimizer)],
                 [torch_optimizer.state[p]["momentum_buffer"] for p in plain.parameters()])  # fmt: skip
-
-
-def test_three_scalers_halve_on_their_own() -> None:
-    model, optimizer = made("O2", num_losses=3)
-    for loss_id, times in enumerate((0, 1, 2)):
-        for _ in range(times):
-            optimizer.zero_grad()
-            with amp.scale_loss(model(X).sum() * float("inf"), optimizer, loss_id=loss_id) as scaled:
-                scaled.backward()
-            optimizer.step()
-    assert amp.state_dict() == {
-        f"loss_scaler{i}": {"loss_scale": 2.0 ** (16 - i), "unskipped": 0} for i in range(3)
-    }  # fmt: skip
-    destination: dict[str, Any] = {"else": 1}
-    assert amp.state_dict(destination) is destination
 
 
 def test_scalers_are_loaded_by_key(caplog: pytest.LogCaptureFixture) -> None:

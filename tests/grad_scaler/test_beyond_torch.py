@@ -116,18 +116,6 @@ def test_schedulers_move_only_on_steps_that_were_taken(wanted: int | None) -> No
         assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_no_false_warning_where_the_scheduler_is_stepped_plainly() -> None:
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer, scaler = SGD([param], lr=1.0), Ours("cpu", init_scale=8.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        iteration(scaler, optimizer, param, math.inf)
-        scheduler.step()
-    assert scaler.step_was_skipped(optimizer)
-    assert scheduler.last_epoch == 1
-
-
 def test_disabled_moves_the_scheduler_always() -> None:
     _param, optimizer, scaler = one(scaler=Ours("cpu", enabled=False))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from contract import reference
-from torch import Tensor, nn
+from engine.checks import assert_same
+from torch import nn
 
 pytest.importorskip("accelerate")
 
@@ -178,22 +179,6 @@ def test_saved_in_the_middle_it_ends_in_the_same_bits(precision: str, fused: Any
     assert_same(one, other, "optimizer")
     assert_same(dict(rest.net.state_dict()), dict(whole.net.state_dict()), "model")
     assert rest.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
-
-
-def assert_same(one: Any, other: Any, where: str) -> None:
-    if isinstance(one, dict):
-        assert list(one) == list(other), where
-        for key in one:
-            assert_same(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for place, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_same(a, b, f"{where}[{place}]")
-    elif isinstance(one, Tensor):
-        assert one.dtype == other.dtype, where
-        assert torch.equal(one, other), where
-    else:
-        assert one == other, where
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------------

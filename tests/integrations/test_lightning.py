@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from contract import reference
+from engine.checks import assert_same
 from torch import Tensor, nn
 
 pytest.importorskip("lightning")
@@ -221,22 +222,6 @@ def assert_same_run(one: lightning.Trainer, other: lightning.Trainer) -> None:
     assert_same(mine, want, "optimizer")
     assert_same(one.lightning_module.state_dict(), other.lightning_module.state_dict(), "model")
     assert optimizer_of(one).loss_scale == optimizer_of(other).loss_scale
-
-
-def assert_same(one: Any, other: Any, where: str) -> None:
-    if isinstance(one, dict):
-        assert list(one) == list(other), where
-        for key in one:
-            assert_same(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for place, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_same(a, b, f"{where}[{place}]")
-    elif isinstance(one, Tensor):
-        assert one.dtype == other.dtype, where
-        assert torch.equal(one, other), where
-    else:
-        assert one == other, where
 
 
 @every_precision
@@ -539,34 +524,6 @@ def test_two_scales_for_one_backward_are_refused(tmp_path: Path) -> None:
 # -- Lightning's own mixed precision -----------------------------------------------------------------------------------
 
 
-class Driven(Module):
-    """16-bit weights, whose optimizer is wrapped without a scale of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda params: MixedPrecisionOptimizer(adamw(params), fused_step=False))
-        self.net = network(HALF)
-
-
-def _mixed() -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=OVERFLOWING, growth_interval=5)
-    return lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
-
-
-def test_lightnings_scaler_drives_a_wrapped_optimizer(tmp_path: Path) -> None:
-    module, data = Driven(), batches(STEPS)
-    opt = optimizer_of(fit(module, _mixed(), tmp_path, data))
-    hand = ByHand(network(HALF), scale=scale_of("16-true"))
-    hand.train(data, HALF)
-    assert opt.skipped_steps == sum(hand.skipped) > 1
-    assert module.losses[0] == hand.losses[0]
-    assert module.losses[-1] < module.losses[0]
-
-
-def test_lightnings_scaler_refuses_to_clip_a_wrapped_optimizer(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="does not allow for gradient clipping because it performs unscaling"):
-        fit(Driven(), _mixed(), tmp_path, batches(2), gradient_clip_val=1.0)
-
-
 # -- what else a module may do -----------------------------------------------------------------------------------------
 
 
@@ -620,24 +577,6 @@ def test_a_training_step_without_a_loss_steps_nothing(tmp_path: Path) -> None:
     assert_same_weights(module, optimizer_of(made), hand)
 
 
-def test_a_backward_that_raises_steps_nothing_until_gradients_are_cleared(tmp_path: Path) -> None:
-    class Broken(Module):
-        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            raise RuntimeError("out of memory, for instance")
-
-    module = Broken()
-    plugin = MasterWeightsPrecision("16-true", loss_scale=64.0)
-    made = trainer(plugin, tmp_path, max_epochs=-1)
-    kept: list[Any] = []
-    module.on_before_zero_grad = kept.append
-    with pytest.raises(RuntimeError, match="out of memory"):
-        made.fit(module, loader(batches(2)))
-    (optimizer,) = kept
-    next(optimizer.model_params()).grad = torch.ones_like(next(optimizer.model_params()))
-    with pytest.raises(RuntimeError, match="a backward was interrupted"):
-        optimizer.step()
-
-
 def test_validation_alone_and_a_second_fit(tmp_path: Path) -> None:
     class Validating(Module):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -654,14 +593,6 @@ def test_validation_alone_and_a_second_fit(tmp_path: Path) -> None:
     again.fit(module, loader(batches(2)))
     assert optimizer_of(again) is not first
     assert len(module.losses) == 4
-
-
-def test_names_are_the_modules(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = fit(Module(), MasterWeightsPrecision("16-true", loss_scale=2.0**24), tmp_path, batches(1), steps=1)
-    assert {overflow.name for overflow in optimizer_of(made).overflow_report()} <= {
-        name for name, _ in made.lightning_module.named_parameters()
-    }
-    assert optimizer_of(made).step_was_skipped
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "32", None])
@@ -883,18 +814,8 @@ class Toggling(lightning.LightningModule):
 
 def test_toggled_optimizers_are_refused(tmp_path: Path) -> None:
     """Lightning switches off masters, and the model's weights would go on making gradients."""
-    trainer = lightning.Trainer(
-        max_steps=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        plugins=MasterWeightsPrecision("16-true"),
-    )
     with pytest.raises(RuntimeError, match="toggle_optimizer switches off what the other optimizers hold"):
-        trainer.fit(Toggling())
+        trainer(MasterWeightsPrecision("16-true"), tmp_path, 1).fit(Toggling())
 
 
 class Norms(Module):

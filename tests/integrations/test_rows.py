@@ -212,24 +212,6 @@ def test_fp32_sums_that_plain_backwards_do_not_make_are_told(caplog: pytest.LogC
     assert 'grad_accumulation="fp32" has no effect' in said[0]
 
 
-def test_schedule_frees_eval_reaches_the_model() -> None:
-    schedulefree = pytest.importorskip("schedulefree")
-    accelerator = accelerate.Accelerator(cpu=True)
-    net = network(BF16)
-    opt = MixedPrecisionOptimizer(schedulefree.AdamWScheduleFree(net.parameters(), lr=0.05))
-    net, optimizer = accelerator.prepare(net, opt)
-    optimizer.train()
-    for batch in batches(4):
-        accelerator.backward(loss_of(net, batch, BF16))
-        optimizer.step()
-        optimizer.zero_grad()
-    before = [param.detach().clone() for param in net.parameters()]
-    optimizer.eval()
-    assert not all(map(torch.equal, before, net.parameters()))
-    for param, master in zip(net.parameters(), opt.master_params(), strict=True):
-        assert torch.equal(param, master.to(BF16))
-
-
 @pytest.mark.parametrize("made", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
 @pytest.mark.parametrize("clear", ["optimizer", "model"])
 def test_a_scaler_of_accelerates_drives_the_wrapper(made: Callable[..., Any], clear: str) -> None:
@@ -284,14 +266,3 @@ def test_the_stock_trainer_with_a_scale_raises(tmp_path: Path) -> None:
     trainer = transformers.Trainer(model, args, train_dataset=data, optimizers=(opt, schedule))
     with pytest.raises(RuntimeError, match=r"called by transformers, .*fp16opt\.integrations\.transformers"):
         trainer.train()
-
-
-def test_the_stock_scaler_refuses_16_bit_weights_that_ours_trains(tmp_path: Path) -> None:
-    """What stops the stock Trainer at ``fp16=True`` with a model in FP16, which a GPU alone gets to."""
-    accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.scaler = torch.amp.GradScaler("cpu")
-    net = network(HALF)
-    net, optimizer = accelerator.prepare(net, adamw(net.parameters()))
-    accelerator.backward(loss_of(net, batches(1)[0], HALF))
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        optimizer.step()

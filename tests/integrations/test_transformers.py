@@ -287,41 +287,8 @@ def texts(count: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row.clone()} for row in ids]
 
 
-@every_dtype
-def test_a_language_model_in_16_bits_trains_and_learns(precision: str, tmp_path: Path) -> None:
-    model = tiny(DTYPES[precision])
-    args = arguments(tmp_path, learning_rate=2e-2, lr_scheduler_type="constant", max_steps=30)
-    trainer = Ordered(model, args, train_dataset=texts(240), master_weights={"dynamic": precision == "fp16"})
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < 0.6 * losses[0]
-    for param, master in zip(trained_params(model, trainer), trainer.optimizer.optimizer.master_params(), strict=True):
-        assert torch.equal(param, master.to(param.dtype))
-
-
 def trained_params(model: nn.Module, trainer: Any) -> list[Tensor]:
     return list(trainer.optimizer.optimizer.model_params())
-
-
-@pytest.mark.parametrize("adapters", [torch.float32, HALF], ids=str)
-def test_adapters_on_a_frozen_base_in_16_bits(adapters: torch.dtype, tmp_path: Path) -> None:
-    """PEFT: the base stays as it is; adapters in FP32 are their own masters, those in 16 bits have some."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(tiny(HALF), config, autocast_adapter_dtype=adapters == torch.float32)
-    base = {name: param.detach().clone() for name, param in model.named_parameters() if not param.requires_grad}
-    args = arguments(tmp_path, learning_rate=2e-2, lr_scheduler_type="constant", max_steps=8)
-    trainer = Ordered(model, args, train_dataset=texts(64), master_weights=masters("fp16"))
-    trainer.train()
-    optimizer = trainer.optimizer.optimizer
-    assert optimizer.scaler.dynamic
-    assert {param.dtype for param in optimizer.model_params()} == {adapters}
-    assert {master.dtype for master in optimizer.master_params()} == {torch.float32}
-    for name, param in model.named_parameters():
-        if name in base:
-            assert torch.equal(param, base[name]), name
-    moved = [bool(param.any()) for name, param in model.named_parameters() if "lora_B" in name]
-    assert all(moved), "the adapters were trained"
 
 
 class Speaking(nn.Module):

@@ -305,16 +305,6 @@ def test_sgd_without_any_lr_is_refused() -> None:
     assert p.item() == 0.75
 
 
-def test_half_parameters_are_stepped_in_fp32_and_rounded_once() -> None:
-    p, q = nn.Parameter(torch.ones(8).half()), nn.Parameter(torch.ones(8))
-    a, b = FusedAdam([p], lr=2.0**-9), torch.optim.AdamW([q], lr=2.0**-9, weight_decay=0.0, fused=True)
-    p.grad, q.grad = torch.full((8,), 1e-6).half(), torch.full((8,), 1e-6).half().float()
-    a.step()
-    b.step()
-    assert_same_bits(p, q.detach().half(), "weight")  # torch's own on halves gives -inf or nan here
-    assert p[0].item() != 1.0
-
-
 @pytest.mark.parametrize(
     "make",
     [lambda p: FusedAdam(p, lr=2.0**-14, capturable=True, master_weights=True),
@@ -384,16 +374,6 @@ def test_capturable_adam_divides_by_the_scale_in_fp32(masters: bool) -> None:
         if masters:
             assert_same_bits(optimizer.state[p]["master_param"], q.detach(), "master")
     assert optimizer.state[p]["step"].item() == 2
-
-
-def test_only_capturable_adam_takes_scaled_gradients() -> None:
-    """As in apex: without it torch's GradScaler refuses FP16 gradients, by its own message."""
-    p = nn.Parameter(torch.ones(2).half())
-    scaler = torch.amp.GradScaler("cpu")
-    optimizer = FusedAdam([p])
-    scaler.scale(p.float().sum()).backward()
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        scaler.step(optimizer)
 
 
 def test_apexs_own_checkpoints_load() -> None:

@@ -31,7 +31,7 @@ from fp16opt import (
 )
 from fp16opt.fp16_utils import FP16_Optimizer
 from fp16opt.optimizers import Lion
-from fp16opt.tools.reports.findings import KEYS, worst_first
+from fp16opt.tools.reports.findings import KEYS
 
 HALF, BF16 = torch.float16, torch.bfloat16
 Case = dict[str, Any]
@@ -599,12 +599,6 @@ def test_an_error_in_the_report_stands_before_every_warning() -> None:
     assert str(found).startswith("fp16opt.check: 1 error and 1 warning.\n\n1. error: FP16 weights are trained without")
     assert "\n2. warning: " in str(found)
     assert "\n   -> " in str(found)
-
-
-def test_errors_come_first_and_each_kind_in_its_order() -> None:
-    said = [("scheduler", "warning"), ("weights_written", "warning"), ("other_parameters", "error"), ("eps", "error")]
-    found = worst_first([PreflightFinding(key, level, "", "") for key, level in said])
-    assert [finding.key for finding in found] == ["eps", "other_parameters", "weights_written", "scheduler"]
 
 
 def test_modes_that_a_loss_changes_are_put_back() -> None:
