@@ -37,8 +37,8 @@ def counted(reads: Counter[int]) -> Iterator[None]:
     """Count reads of ``.grad`` by the library's files, by the tensor's ``id``: those past torch's descriptor too."""
     raw, descriptor = dtensors.raw_grad, Tensor.grad
     modules = [module for name, module in sys.modules.items() if name.startswith("fp16opt") and module is not None]
-    lists = {id(one): one for one in (tensor_lists.grads_of, tensor_lists.see_grads)}  # compiled code reads those
-    ways = {id(raw), *lists}
+    lists = tensor_lists.grads_of, tensor_lists.gradients, tensor_lists.counted_gradients  # compiled code reads those
+    ways = {id(raw), *map(id, lists)}
     places = [(module, *item) for module in modules for item in list(vars(module).items()) if id(item[1]) in ways]
     within: list[str] = []
 

@@ -12,21 +12,20 @@ namespace fp16opt {
 
 struct Marks;  // api_changes.h
 
-// Lists of tensors without their addresses. All vectors are by place; only the tensors at `places` take part.
+// Lists of tensors without their addresses. All vectors are by entry; only the tensors at `places` take part.
 struct Table {
     std::vector<int64_t> numels;
-    std::vector<int64_t> rows;                 // where a tensor's statistics are written
     std::vector<std::vector<DType>> dtypes;    // one vector for each list
     std::vector<int32_t> places;
     std::vector<Chunk> chunks;
     int64_t elements = 0;
 
-    // Throws std::invalid_argument where the vectors do not fit together. `pieces` are by place; empty: tensors are whole.
-    Table(std::vector<int64_t> numels, std::vector<int64_t> rows, std::vector<std::vector<DType>> dtypes,
-          std::vector<int32_t> places, const std::vector<Piece>& pieces = {});
+    // Throws std::invalid_argument where the vectors do not fit together. `pieces` are by entry; empty: tensors are whole.
+    Table(std::vector<int64_t> numels, std::vector<std::vector<DType>> dtypes, std::vector<int32_t> places,
+          const std::vector<Piece>& pieces = {});
 };
 
-using Pointers = std::vector<void*>;  // by place
+using Pointers = std::vector<void*>;  // by entry
 
 struct GradRows {  // of n tensors
     int32_t* nonfinite;

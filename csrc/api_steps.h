@@ -14,8 +14,8 @@ struct StepLists {
     const Pointers& masters;
     std::vector<const Pointers*> state;  // the formula's, in its order
     const Pointers* models;  // nullptr: parameters that are their own masters
-    std::vector<int32_t> group_of;  // by place
-    // By row of the table, written for tensors with a model: what `cast` writes.
+    std::vector<int32_t> group_of;  // by entry
+    // By entry, written for tensors with a model: what `cast` writes.
     int32_t* overflow;
     Marks marks;  // of what models get
     uint32_t number = 0;  // of this step, by which codes and remainders of 8 bits are rounded
@@ -23,9 +23,9 @@ struct StepLists {
 
 // What a step is told beside its lists, whatever its formula.
 struct StepGiven {
-    const Pointers* scales;  // of a formula that is coded: by place, one float32 for each block of 128 elements
-    const Pointers* steps;   // of one that counts: by place, the float32 number of steps done, which is counted up
-    const std::vector<uint8_t>& first;  // by place, whether the state holds nothing yet
+    const Pointers* scales;  // of a formula that is coded: by entry, one float32 for each block of 128 elements
+    const Pointers* steps;   // of one that counts: by entry, the float32 number of steps done, which is counted up
+    const std::vector<uint8_t>& first;  // by entry, whether the state holds nothing yet
     const std::string& groups;          // the param_groups' structs, one behind the other
     float inv_scale, coefficient;
     int threads;

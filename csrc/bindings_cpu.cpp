@@ -93,29 +93,29 @@ private:
     std::vector<Pointers> lists_;
 };
 
-// One flag for each tensor, by place: from one bool, or from a sequence of n of them, by row.
-std::vector<uint8_t> flags_of(const py::object& source, const std::vector<int64_t>& rows, int64_t n) {
-    if (py::isinstance<py::bool_>(source)) return std::vector<uint8_t>(rows.size(), source.cast<bool>());
+// One flag for each entry: from one bool, or from a sequence of n of them.
+std::vector<uint8_t> flags_of(const py::object& source, int64_t n) {
+    if (py::isinstance<py::bool_>(source)) return std::vector<uint8_t>(size_t(n), source.cast<bool>());
     const py::tuple all(source);
+    if (int64_t(all.size()) != n) throw std::invalid_argument("there must be one flag for each entry");
     std::vector<uint8_t> flags;
-    flags.reserve(rows.size());
-    for (int64_t row : rows) {
-        if (row >= n || int64_t(all.size()) != n) throw std::invalid_argument("there must be one flag for each entry");
-        const int truth = PyObject_IsTrue(PyTuple_GET_ITEM(all.ptr(), row));
+    flags.reserve(size_t(n));
+    for (py::handle flag : all) {
+        const int truth = PyObject_IsTrue(flag.ptr());
         if (truth < 0) throw py::error_already_set();
         flags.push_back(uint8_t(truth));
     }
     return flags;
 }
 
-// The group of each tensor, by place, from a sequence of n ints, by row.
-std::vector<int32_t> groups_of(const py::object& source, const std::vector<int64_t>& rows, int64_t n) {
+// The group of each entry, from a sequence of n ints.
+std::vector<int32_t> groups_of(const py::object& source, int64_t n) {
     const py::tuple all(source);
     if (int64_t(all.size()) != n) throw std::invalid_argument("group_of must have one entry for each row");
     std::vector<int32_t> groups;
-    groups.reserve(rows.size());
-    for (int64_t row : rows) {
-        const long group = PyLong_AsLong(PyTuple_GET_ITEM(all.ptr(), row));
+    groups.reserve(size_t(n));
+    for (py::handle each : all) {
+        const long group = PyLong_AsLong(each.ptr());
         if (group == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
         if (group < 0 || group > INT32_MAX) throw std::invalid_argument("group_of reaches outside the groups");
         groups.push_back(int32_t(group));
@@ -123,8 +123,8 @@ std::vector<int32_t> groups_of(const py::object& source, const std::vector<int64
     return groups;
 }
 
-Table make_table(std::vector<int64_t> numels, std::vector<int64_t> rows, const std::vector<std::vector<int32_t>>& codes,
-                 std::vector<int32_t> places, const std::vector<std::array<int64_t, 3>>& pieces) {
+Table make_table(std::vector<int64_t> numels, const std::vector<std::vector<int32_t>>& codes, std::vector<int32_t> places,
+                 const std::vector<std::array<int64_t, 3>>& pieces) {
     std::vector<std::vector<DType>> dtypes;
     for (const auto& list : codes) {
         dtypes.emplace_back();
@@ -132,14 +132,14 @@ Table make_table(std::vector<int64_t> numels, std::vector<int64_t> rows, const s
     }
     std::vector<Piece> of_each;
     for (const auto& piece : pieces) of_each.push_back({piece[0], piece[1], piece[2]});
-    return Table(std::move(numels), std::move(rows), std::move(dtypes), std::move(places), of_each);
+    return Table(std::move(numels), std::move(dtypes), std::move(places), of_each);
 }
 
 Marks marks_at(uintptr_t memory, uintptr_t offsets) { return {address<uint64_t>(memory), address<const int64_t>(offsets)}; }
 
 void require_rows(const Table& table, int64_t n) {
     for (int32_t place : table.places) {
-        if (table.rows[size_t(place)] >= n) throw std::invalid_argument("a row lies outside the lists");
+        if (place >= n) throw std::invalid_argument("a row lies outside the lists");
     }
 }
 
@@ -176,7 +176,7 @@ void bind_finding(py::module_& module) {
                              uintptr_t nonfinite, uintptr_t sumsq, uintptr_t norm, uintptr_t found_inf, bool writes,
                              const py::object& accumulate) {
         const PointerLists lists(addresses);
-        const std::vector<uint8_t> add = flags_of(accumulate, table.rows, n);
+        const std::vector<uint8_t> add = flags_of(accumulate, n);
         const GradRows rows{address<int32_t>(nonfinite), address<double>(sumsq), n, address<double>(norm),
                             address<float>(found_inf)};
         const ReleasedGil released;
@@ -263,7 +263,7 @@ StepLists step_lists(const Table& table, const PointerLists& given, size_t other
     const size_t lists = given.size() - others, state = 2 + (has_models ? 1 : 0);
     if (given.size() < state + others) throw std::invalid_argument("there are fewer lists of addresses than a step has");
     StepLists result{table, given[0], given[1], {}, has_models ? &given[lists - 1] : nullptr,
-                     groups_of(group_of, table.rows, n), address<int32_t>(overflow), marks, number};
+                     groups_of(group_of, n), address<int32_t>(overflow), marks, number};
     for (size_t k = 2; k < lists - (has_models ? 1 : 0); ++k) result.state.push_back(&given[k]);
     return result;
 }
@@ -279,7 +279,7 @@ void bind_steps(py::module_& module) {
         const StepFormula& formula = formula_named(name);
         const size_t others = size_t(formula.is_coded) + size_t(formula.counts);
         const StepLists lists = step_lists(table, given, others, has_models, overflow, marks_at(memory, offsets), group_of, n, number);
-        const std::vector<uint8_t> fresh = flags_of(first, table.rows, n);
+        const std::vector<uint8_t> fresh = flags_of(first, n);
         const std::string packed = groups;
         const ReleasedGil released;
         formula.step(lists, {formula.is_coded ? &given[given.size() - others] : nullptr,
@@ -358,7 +358,7 @@ void bind_levels(py::module_& module) {
 PYBIND11_MODULE(_cpu, module) {
     module.doc() = "Multi-tensor operations on CPU memory. fp16opt.kernels.native is the guard: call nothing here directly.";
     py::class_<Table>(module, "Table").def(
-        py::init(&make_table), py::arg("numels"), py::arg("rows"), py::arg("codes"), py::arg("places"),
+        py::init(&make_table), py::arg("numels"), py::arg("codes"), py::arg("places"),
         py::arg("pieces") = std::vector<std::array<int64_t, 3>>());
     module.def("put_addresses", &put_addresses);
     bind_tensors(module);

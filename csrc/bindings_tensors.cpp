@@ -272,12 +272,12 @@ public:
         if (describe_ == nullptr) throw py::value_error("the exchange API does not describe tensors");
     }
 
-    // None where a tensor can't be described, or is the negative of its memory. `like` was read before, of a list that is
-    // probably of the same forms; `same` says that it was of the very same tensors: those that lie where they lay are not asked
-    // again for the latter. `counts` has it read their versions too.
+    // None where an entry is neither None nor a tensor that can be described, or is the negative of its memory. `like` was read
+    // before, of a list that is probably of the same forms; `same` says that it was of the very same tensors: those that lie
+    // where they lay are not asked again for the latter. `counts` has it read their versions too.
     py::object read(const py::object& tensors, const Reading* like, bool same, bool counts) const {
         const Items all(tensors);
-        Draft draft(*this, size_t(all.size()), like, counts);
+        Draft draft(*this, size_t(all.size()), like, counts, true);
         for (Py_ssize_t i = 0; i < all.size(); ++i) {
             all.prefetch(i + kAhead);
             if (!draft.add(all.kept(i), same)) return py::none();
@@ -285,117 +285,36 @@ public:
         return draft.reading();
     }
 
-    // The lists of a call as tuples of `count` entries, and what is read of each, where all are of the forms of `known`; else
-    // None. `kept` are the tuples that `known` was read of, where the caller keeps them. Where all are recognised, both lists are
-    // filled anew with what this call has read.
-    // With `rows` only the entries there are read, and `types` are the classes of all entries of each list. A list that several
-    // calls get, of the class `stable`, carries what was read of it; it is taken as it is where that was done right before.
-    py::object recognise(const py::tuple& lists, Py_ssize_t count, const py::list& known, const py::list& kept,
-                         const std::optional<std::vector<Py_ssize_t>>& rows, const py::list& types, py::handle stable) const {
-        if (lists.size() != known.size()) return py::none();
-        py::tuple held(lists.size());
-        for (size_t k = 0; k < lists.size(); ++k) {
-            PyObject* const given = PyTuple_GET_ITEM(lists.ptr(), Py_ssize_t(k));
-            PyObject* const entries = PyTuple_Check(given) ? py::handle(given).inc_ref().ptr() : PySequence_Tuple(given);
-            if (entries == nullptr) throw py::error_already_set();
-            PyTuple_SET_ITEM(held.ptr(), Py_ssize_t(k), entries);
-            if (PyTuple_GET_SIZE(entries) != count) return py::none();
-        }
-        const py::str has_reading("reading"), is_fresh("is_fresh");
-        py::list found;
-        for (size_t k = 0; k < lists.size(); ++k) {
-            const auto entries = py::reinterpret_borrow<py::tuple>(held[k]);
-            const auto& before = py::handle(PyList_GET_ITEM(known.ptr(), Py_ssize_t(k))).cast<const Reading&>();
-            const bool is_kept = entries.ptr() == PyList_GET_ITEM(kept.ptr(), Py_ssize_t(k));
-            py::object reading = py::none();
-            if (rows) {  // one may be there that was None
-                if (!are_of(entries, py::reinterpret_borrow<py::tuple>(types[k]))) return py::none();
-                py::tuple used(rows->size());
-                for (size_t place = 0; place < rows->size(); ++place) used[place] = entries[size_t((*rows)[place])];
-                reading = read(used, &before, is_kept, false);
-            } else if (py::type::handle_of(entries).is(stable)) {
-                reading = py::getattr(entries, has_reading);
-                if (reading.is_none() || !py::getattr(entries, is_fresh).cast<bool>()) {
-                    const bool is_read = !reading.is_none();
-                    reading = read(entries, is_read ? &reading.cast<const Reading&>() : &before, is_read, false);
-                }
-            } else {
-                reading = read(entries, &before, is_kept, false);
-            }
-            if (reading.is_none() || !reading.cast<const Reading&>().lies_as(before)) return py::none();
-            found.append(std::move(reading));
-        }
-        for (size_t k = 0; k < lists.size(); ++k) {
-            const py::object entries = held[k];
-            if (!rows && py::type::handle_of(entries).is(stable)) py::setattr(entries, has_reading, found[k]);
-            known[k] = found[k];
-            kept[k] = PyTuple_CheckExact(PyTuple_GET_ITEM(lists.ptr(), Py_ssize_t(k))) ? entries : py::none();
-        }
-        return py::make_tuple(std::move(held), std::move(found));
-    }
-
     // The gradients of tensors, and what was read of them, with their versions: each is met once. `known` are weak references to
-    // those that `like` was read of, or None.
-    std::pair<py::list, py::object> gradients(const py::object& tensors, const Reading* like, const py::object& known) const {
+    // those that `like` was read of, or None. With `counts_alone` only versions and classes are read: such a reading is like none
+    // that has told how a list lies.
+    std::pair<py::tuple, py::object> gradients(const py::object& tensors, const Reading* like, const py::object& known,
+                                               bool counts_alone) const {
         const Items all(tensors);
         std::optional<Items> references = known.is_none() ? std::nullopt : std::make_optional<Items>(known);
         if (references && references->size() != all.size()) references.reset();
-        py::list grads{size_t(all.size())};
-        Draft draft(*this, size_t(all.size()), like, true);
+        py::tuple grads{size_t(all.size())};
+        Draft draft(*this, size_t(all.size()), like, true, !counts_alone);
         bool is_read = true;
         for (Py_ssize_t i = 0; i < all.size(); ++i) {
             all.prefetch(i + kAhead);
             PyObject* const grad = grad_(all.kept(i).ptr());
             if (grad == nullptr) throw py::error_already_set();
-            PyList_SET_ITEM(grads.ptr(), i, grad);
-            if (!is_read) continue;
-            const bool same = references && grad != Py_None && refers_to((*references)[i], grad);
-            is_read = grad != Py_None && draft.add(py::reinterpret_borrow<py::object>(grad), same);
+            PyTuple_SET_ITEM(grads.ptr(), i, grad);
+            const bool same = is_read && references && refers_to((*references)[i], grad);
+            is_read = is_read && draft.add(py::reinterpret_borrow<py::object>(grad), same);
         }
         return {std::move(grads), is_read ? draft.reading() : py::none()};
-    }
-
-    // The gradients of tensors, and the versions and classes of these alone, or None where not all are there.
-    std::pair<py::list, py::object> count_gradients(const py::object& tensors) const {
-        const Items all(tensors);
-        py::list grads{size_t(all.size())};
-        auto forms = std::make_shared<Forms>();
-        auto counts = std::make_shared<Counts>();
-        counts->reserve(size_t(all.size()));
-        for (Py_ssize_t i = 0; i < all.size(); ++i) {
-            all.prefetch(i + kAhead);
-            PyObject* const grad = grad_(all.kept(i).ptr());
-            if (grad == nullptr) throw py::error_already_set();
-            PyList_SET_ITEM(grads.ptr(), i, grad);
-            if (grad == Py_None || counts == nullptr) {
-                counts.reset();
-                continue;
-            }
-            forms->note_type(py::type::handle_of(grad));
-            counts->push_back(version_of(version_, grad));
-        }
-        if (counts == nullptr) return {std::move(grads), py::none()};
-        auto made = std::make_unique<Reading>();
-        made->forms = std::move(forms);
-        made->counts = std::move(counts);
-        return {std::move(grads), py::cast(std::move(made))};
     }
 
 private:
     static constexpr Py_ssize_t kAhead = 8;  // items
 
-    static bool are_of(const py::tuple& items, const py::tuple& types) {
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.ptr()); ++i) {
-            if (py::type::handle_of(PyTuple_GET_ITEM(items.ptr(), i)).ptr() != PyTuple_GET_ITEM(types.ptr(), i)) return false;
-        }
-        return true;
-    }
-
     // A reading that is being made.
     class Draft {
     public:
-        Draft(const Reader& reader, size_t count, const Reading* like, bool counts)
-            : reader_(reader), like_(like), made_(std::make_unique<Reading>()) {
+        Draft(const Reader& reader, size_t count, const Reading* like, bool counts, bool describes)
+            : reader_(reader), like_(like), describes_(describes), made_(std::make_unique<Reading>()) {
             made_->addresses.reserve(count);
             if (counts) {
                 counts_ = std::make_shared<Counts>();
@@ -404,9 +323,16 @@ private:
             if (like == nullptr || like->addresses.size() != count) other_ = std::make_shared<Forms>();
         }
 
-        // `same`: whether `like` has been read of this very tensor.
+        // `same`: whether `like` has been read of this very entry.
         bool add(const py::object& tensor, bool same) {
             DLTensor now{};
+            if (tensor.is_none() || !describes_) {
+                const py::handle type = tensor.is_none() ? py::handle() : py::type::handle_of(tensor);
+                add_form(type, {type.ptr(), 0, 0, 0, 0}, now);
+                made_->addresses.push_back(nullptr);
+                if (counts_ != nullptr) counts_->push_back(version_of(reader_.version_, tensor.ptr()));
+                return true;
+            }
             if (reader_.describe_(tensor.ptr(), &now) != 0) {
                 PyErr_Clear();
                 return false;
@@ -420,19 +346,7 @@ private:
             if (!stays && reader_.is_negative(tensor.ptr())) return false;
             const auto type = py::type::handle_of(tensor);
             const uint64_t dtype = uint64_t(now.dtype.code) << 24 | uint64_t(now.dtype.bits) << 16 | now.dtype.lanes;
-            const Forms::Form form{type.ptr(), dtype, now.device.type, now.device.id, now.ndim};
-            if (other_ == nullptr && !is_known(place, form, now)) {
-                const Forms& known = *like_->forms;
-                other_ = std::make_shared<Forms>();  // of those before it is what was compared
-                other_->each.assign(known.each.begin(), known.each.begin() + std::ptrdiff_t(place));
-                other_->sizes.assign(known.sizes.begin(), known.sizes.begin() + std::ptrdiff_t(compared_));
-                other_->types = known.types;
-            }
-            if (other_ == nullptr) {
-                compared_ += 2 * size_t(now.ndim);
-            } else {
-                note(type, form, now);
-            }
+            add_form(type, {type.ptr(), dtype, now.device.type, now.device.id, now.ndim}, now);
             made_->addresses.push_back(at);
             if (counts_ != nullptr) counts_->push_back(version_of(reader_.version_, tensor.ptr()));
             return true;
@@ -445,6 +359,22 @@ private:
         }
 
     private:
+        void add_form(py::handle type, const Forms::Form& form, const DLTensor& now) {
+            const size_t place = made_->addresses.size();
+            if (other_ == nullptr && !is_known(place, form, now)) {
+                const Forms& known = *like_->forms;
+                other_ = std::make_shared<Forms>();  // of those before it is what was compared
+                other_->each.assign(known.each.begin(), known.each.begin() + std::ptrdiff_t(place));
+                other_->sizes.assign(known.sizes.begin(), known.sizes.begin() + std::ptrdiff_t(compared_));
+                other_->kept = known.kept;
+            }
+            if (other_ == nullptr) {
+                compared_ += 2 * size_t(now.ndim);
+            } else {
+                note(type, form, now);
+            }
+        }
+
         bool is_known(size_t place, const Forms::Form& form, const DLTensor& now) const {
             const Forms& forms = *like_->forms;
             if (place >= forms.each.size() || forms.each[place] != form) return false;
@@ -454,7 +384,7 @@ private:
         }
 
         void note(py::handle type, const Forms::Form& form, const DLTensor& now) {
-            other_->note_type(type);
+            if (type) other_->keep(type);
             other_->each.push_back(form);
             other_->sizes.insert(other_->sizes.end(), now.shape, now.shape + now.ndim);
             other_->sizes.insert(other_->sizes.end(), now.strides, now.strides + now.ndim);
@@ -462,6 +392,7 @@ private:
 
         const Reader& reader_;
         const Reading* like_;
+        const bool describes_;
         std::unique_ptr<Reading> made_;
         std::shared_ptr<Counts> counts_;
         std::shared_ptr<Forms> other_;  // where forms are not those of `like`
@@ -512,18 +443,21 @@ void bind_tensors(py::module_& module) {
         })
         .def("has_dtypes_of", [](const Reading& one, const Reading& other) {
             const auto &mine = one.forms->each, &others = other.forms->each;
-            return std::equal(mine.begin(), mine.end(), others.begin(), others.end(),
-                              [](const auto& a, const auto& b) { return std::get<1>(a) == std::get<1>(b); });
+            return std::equal(mine.begin(), mine.end(), others.begin(), others.end(), [](const auto& a, const auto& b) {
+                return std::get<1>(a) == std::get<1>(b) || a == Forms::kAbsent || b == Forms::kAbsent;
+            });
         })
         .def_property_readonly("counts", [](const Reading& reading) { return counts_of(reading); })
         .def("has_counts_of", [](const Reading& one, const Reading& other) { return counts_of(one) == counts_of(other); })
-        .def_property_readonly("types", [](const Reading& reading) { return reading.forms->types; });
+        .def_property_readonly("is_full", [](const Reading& reading) {
+            const auto& each = reading.forms->each;
+            return std::find(each.begin(), each.end(), Forms::kAbsent) == each.end();
+        })
+        .def_property_readonly("types", [](const Reading& reading) { return reading.forms->types(); });
     py::class_<Reader>(module, "Reader")
         .def(py::init<py::object, py::object, const Getter&, const Getter&>())
         .def("read", &Reader::read)
-        .def("recognise", &Reader::recognise)
-        .def("gradients", &Reader::gradients)
-        .def("count_gradients", &Reader::count_gradients);
+        .def("gradients", &Reader::gradients);
 }
 
 }  // namespace fp16opt

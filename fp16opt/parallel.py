@@ -125,7 +125,7 @@ def refuse_on_zero(optimizer: Optimizer, what: str, instead: str) -> None:
 
 
 class AcrossRanks:
-    """What makes the wrapper a ``torch.distributed.algorithms.join.Joinable``, and tells the order of wrapping."""
+    """What the wrapper answers where it is used in a way that several ranks can't go together with."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], list):  # as ZeroRedundancyOptimizer calls its optimizer_class
@@ -136,32 +136,8 @@ class AcrossRanks:
         return super().__new__(cls)
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """For ``Join([ddp, opt])``: at the end every rank gets masters, state and scaler of the last to join."""
-        from .distributed import joining
-
-        return joining.hook(self)
-
-    @property
-    def _join_config(self) -> Any:
-        return self.__dict__["_joined_with"]
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        if config.enable and config.is_first_joinable:
-            raise RuntimeError(
-                "Join counts iterations by its first entry: give the DDP module first, Join([ddp, opt])."
-            )
-        self.__dict__["_joined_with"] = config
-
-    @property
-    def join_device(self) -> torch.device:
-        """See ``torch.distributed.algorithms.join.Joinable``."""
-        device: torch.device = self.device  # type: ignore[attr-defined]
-        return device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of the DDP module that the optimizer was attached to."""
-        from .distributed import joining
-
-        return joining.process_group(self)
+        """What ``torch.distributed.algorithms.join.Join`` asks for: it can't be had."""
+        raise RuntimeError(
+            "Join can't serve an optimizer with masters and a loss scale: a rank without data would skip and count "
+            "otherwise than the others. Even out the inputs, as DistributedSampler(drop_last=True) does."
+        )

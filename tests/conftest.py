@@ -17,7 +17,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fp16opt.engine.diagnostics import Lines
-from fp16opt.engine.step_state import StepState
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:  # so that `import oracle` works under every pytest import mode
@@ -163,4 +162,3 @@ def no_missing_scale(request: pytest.FixtureRequest) -> Iterator[None]:
 def only_optimizers_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that other tests left alive would be told apart in the log from those of this one, and be blamed."""
     monkeypatch.setattr(Lines, "_living", weakref.WeakSet())
-    monkeypatch.setattr(StepState, "newest", staticmethod(lambda: None))

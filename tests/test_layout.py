@@ -44,7 +44,6 @@ ENGINE = [
     "folded",
     "gradients",
     "stage",
-    "untracked",
     "step_state",
     "outcome",
     "wrapped_step",
@@ -125,6 +124,7 @@ FOREIGN = {
     "_global_optimizer_post_hooks": "as above, of all optimizers",
     "_unscale_grads_": "what torch.amp.GradScaler says a subclass overrides",
     # torch.nn and torch.distributed
+    "_join_config": "of DDP: nothing public tells whether Join is on",
     "_buffers": "of a Module: what is replaced there needs no setattr, which a subclass may forbid",
     "_parameters": "of a Module: its own alone, tied ones each time",
     "_BatchNorm": "the base of all batch norms",

@@ -36,22 +36,21 @@ void require_grads(const Table& table, const Pointers& grads, const Pointers& ou
 }
 
 void require_rows(const Table& table, int64_t n) {
-    for (int32_t place : table.places) require(table.rows[size_t(place)] < n, "a row lies outside the statistics");
+    for (int32_t place : table.places) require(place < n, "a row lies outside the statistics");
 }
 
 }  // namespace
 
-Table::Table(std::vector<int64_t> numels_, std::vector<int64_t> rows_, std::vector<std::vector<DType>> dtypes_,
-             std::vector<int32_t> places_, const std::vector<Piece>& pieces)
-    : numels(std::move(numels_)), rows(std::move(rows_)), dtypes(std::move(dtypes_)), places(std::move(places_)) {
-    require(rows.size() == numels.size(), "rows must have one entry for each tensor");
+Table::Table(std::vector<int64_t> numels_, std::vector<std::vector<DType>> dtypes_, std::vector<int32_t> places_,
+             const std::vector<Piece>& pieces)
+    : numels(std::move(numels_)), dtypes(std::move(dtypes_)), places(std::move(places_)) {
     for (const auto& list : dtypes) {
         require(list.size() == numels.size(), "dtypes must have one entry for each tensor");
         for (DType dtype : list) require(dtype >= DType::half && dtype <= DType::byte, "unknown dtype code");
     }
     for (int32_t place : places) {
         require(place >= 0 && size_t(place) < numels.size(), "a place lies outside the lists");
-        require(numels[size_t(place)] >= 0 && rows[size_t(place)] >= 0, "a size or row is negative");
+        require(numels[size_t(place)] >= 0, "a size is negative");
         elements += numels[size_t(place)];
     }
     require(pieces.empty() || pieces.size() == numels.size(), "pieces must have one entry for each tensor");
@@ -73,8 +72,8 @@ void unscale(const Table& table, const std::vector<Pointers>& lists, float inv_s
     require(add.size() == table.numels.size(), "accumulate must have one entry for each tensor");
     require(writes || std::find(add.begin(), add.end(), 1) == add.end(), "what is not written can't be added to");
     for (int32_t place : table.places) {
-        rows.nonfinite[table.rows[size_t(place)]] = 0;
-        rows.sumsq[table.rows[size_t(place)]] = 0.0;
+        rows.nonfinite[size_t(place)] = 0;
+        rows.sumsq[size_t(place)] = 0.0;
     }
     const CpuLevel& level = current_level();
     const bool stream = table.elements * 4 >= kStreamingThreshold;
@@ -86,7 +85,7 @@ void unscale(const Table& table, const std::vector<Pointers>& lists, float inv_s
                                  writes ? at<void>(outs, table, 1, c) : nullptr, c.numel, inv_scale, add[size_t(c.tensor)] != 0, stream);
         },
         [&](size_t place, const UnscaleResult& result) {
-            const size_t row = size_t(table.rows[place]);
+            const size_t row = place;
             rows.nonfinite[row] |= int32_t(result.flags);
             rows.sumsq[row] += result.sumsq;
         });
@@ -113,14 +112,14 @@ void l2norm(const Table& table, const Pointers& tensors, double* sumsq, int64_t 
             int threads) {
     require_pointers(table, {&tensors});
     require_rows(table, n);
-    for (int32_t place : table.places) sumsq[table.rows[size_t(place)]] = 0.0;
+    for (int32_t place : table.places) sumsq[size_t(place)] = 0.0;
     const CpuLevel& level = current_level();
     for_chunks<double>(
         table, threads,
         [&](const Chunk& c) {
             return level.sum_of_squares(table.dtypes[0][size_t(c.tensor)], at<void>(tensors, table, 0, c), c.numel);
         },
-        [&](size_t place, double sum) { sumsq[table.rows[place]] += sum; });
+        [&](size_t place, double sum) { sumsq[place] += sum; });
     *norm = total_norm(sumsq, n);
     for (int64_t i = 0; i < n; ++i) norms[i] = std::sqrt(sumsq[i]);
 }
@@ -176,7 +175,7 @@ void cast(const Table& table, const Pointers& masters, const Pointers& params, i
     for (int32_t place : table.places) {
         require(table.dtypes[0][size_t(place)] == DType::single && item_size(table.dtypes[1][size_t(place)]) == 2,
                 "masters must be float32 and params 16 bits wide");
-        overflow[table.rows[size_t(place)]] = 0;
+        overflow[size_t(place)] = 0;
     }
     const CpuLevel& level = current_level();
     const bool stream = table.elements * 2 >= kStreamingThreshold && marks.memory == nullptr;
@@ -190,7 +189,7 @@ void cast(const Table& table, const Pointers& masters, const Pointers& params, i
             prefetch_later(table, c, {&masters, &params});
             return marks.memory == nullptr ? round(c) : round_and_mark(table, params, marks, c, round);
         },
-        [&](size_t place, uint32_t flags) { overflow[table.rows[place]] |= int32_t(flags); });
+        [&](size_t place, uint32_t flags) { overflow[place] |= int32_t(flags); });
 }
 
 namespace {
@@ -231,7 +230,7 @@ void sample(const Table& table, const Pointers& tensors, int64_t* samples, int t
     std::vector<int64_t> strides(table.numels.size());  // 0: looked at whole
     for (int32_t place : table.places) {
         require(item_size(table.dtypes[0][size_t(place)]) == 2, "a sample is of 16-bit tensors");
-        samples[table.rows[size_t(place)]] = 0;
+        samples[size_t(place)] = 0;
         const int64_t numel = table.numels[size_t(place)];
         if (numel > kSampledWhole) strides[size_t(place)] = sample_stride(numel);
         cost += numel <= kSampledWhole ? numel / 4 : 32 * (numel / kLeastStride);
@@ -244,7 +243,7 @@ void sample(const Table& table, const Pointers& tensors, int64_t* samples, int t
             return sampled(level, static_cast<const char*>(tensors[size_t(c.tensor)]), c, strides[size_t(c.tensor)]);
         },
         [&](size_t place, uint64_t part) {  // unsigned: signed numbers may not overflow
-            int64_t& row = samples[table.rows[place]];
+            int64_t& row = samples[place];
             row = int64_t(uint64_t(row) + part);
         });
 }

@@ -20,7 +20,7 @@ inline bool shares_words(const Table& table, const Chunk& c) {
 template <class Round>
 uint32_t round_and_mark(const Table& table, const Pointers& models, const Marks& marks, const Chunk& c, Round&& round) {
     const size_t place = size_t(c.tensor);
-    uint64_t* const own = marks.memory + marks.offsets[table.rows[place]];
+    uint64_t* const own = marks.memory + marks.offsets[place];
     const uint16_t* const weights = static_cast<const uint16_t*>(models[place]);
     const bool shared = shares_words(table, c);
     uint32_t flags = 0, guard = 0;

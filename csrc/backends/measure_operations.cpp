@@ -13,7 +13,7 @@ void require_lists(const Table& table, std::initializer_list<const Pointers*> li
         require(list->size() == table.numels.size(), "a list does not have the table's length");
     }
     for (int32_t place : table.places) {
-        require(table.rows[size_t(place)] < n, "a row lies outside the numbers");
+        require(place < n, "a row lies outside the numbers");
         for (const auto& list : table.dtypes) {
             require(list[size_t(place)] <= DType::single, "numbers are of float16, bfloat16 and float32");
         }
@@ -24,16 +24,16 @@ void require_lists(const Table& table, std::initializer_list<const Pointers*> li
 template <class Compute>
 void fill(const Table& table, int count, int largest, double* numbers, int threads, Compute&& compute) {
     for (int32_t place : table.places) {
-        double* row = numbers + table.rows[size_t(place)] * count;
+        double* row = numbers + size_t(place) * count;
         for (int k = 0; k < count; ++k) row[k] = 0.0;
     }
     for_chunks<Numbers>(table, threads, compute, [&](size_t place, const Numbers& found) {
-        double* row = numbers + table.rows[place] * count;
+        double* row = numbers + place * count;
         for (int k = 0; k < count; ++k) row[k] = joined(k == largest, row[k], found.v[k]);
     });
     if (largest < 0) return;
     for (int32_t place : table.places) {
-        double& bits = numbers[table.rows[size_t(place)] * count + largest];
+        double& bits = numbers[size_t(place) * count + largest];
         bits = double(bit_cast<float>(uint32_t(bits)));
     }
 }
@@ -57,7 +57,7 @@ void compare(const Table& table, const Pointers& masters, const Pointers& weight
         const size_t place = size_t(c.tensor);
         prefetch_later(table, c, {&masters, &weights});
         return level->compare(table.dtypes[0][place], table.dtypes[1][place], at<void>(masters, table, 0, c),
-                              at<void>(weights, table, 1, c), before + offsets[table.rows[place]],
+                              at<void>(weights, table, 1, c), before + offsets[place],
                               table.numels[place] <= kMeasuredWhole, c.start, c.numel);
     });
 }

@@ -27,7 +27,7 @@ void require_split(const Table& table, std::initializer_list<const Pointers*> li
 void split(const Table& table, const Pointers& masters, const Pointers& models, const Pointers& remainders,
            int32_t* overflow, const Marks& marks, int threads) {
     require_split(table, {&masters, &models, &remainders}, 0);
-    for (int32_t place : table.places) overflow[table.rows[size_t(place)]] = 0;
+    for (int32_t place : table.places) overflow[size_t(place)] = 0;
     const SplitLevel* level = current_level().splits;
     const auto round = [&](const Chunk& c) {
         return level->split(table.dtypes[1][size_t(c.tensor)], at<float>(masters, table, 0, c),
@@ -38,7 +38,7 @@ void split(const Table& table, const Pointers& masters, const Pointers& models, 
         [&](const Chunk& c) {
             return marks.memory == nullptr ? round(c) : round_and_mark(table, models, marks, c, round);
         },
-        [&](size_t place, uint32_t flags) { overflow[table.rows[place]] |= int32_t(flags); });
+        [&](size_t place, uint32_t flags) { overflow[place] |= int32_t(flags); });
 }
 
 void join(const Table& table, const Pointers& models, const Pointers& remainders, const Pointers& outs, int threads) {

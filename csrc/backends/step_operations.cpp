@@ -69,7 +69,7 @@ StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
 
 // Has the step mark what it changes.
 void mark_in(const Marks& marks, const Table& table, const Chunk& c, StepChunk& chunk) {
-    uint64_t* const own = marks.memory + marks.offsets[table.rows[size_t(c.tensor)]];
+    uint64_t* const own = marks.memory + marks.offsets[size_t(c.tensor)];
     chunk.guard = reinterpret_cast<uint32_t*>(own);
     chunk.bits = own + 1;
     chunk.place = c.start;
@@ -93,7 +93,7 @@ void run(const StepLists& lists, int threads, Step&& step) {
     const bool narrows = lists.models != nullptr;
     for (int32_t place : table.places) {
         if (!narrows) break;
-        lists.overflow[table.rows[size_t(place)]] = 0;
+        lists.overflow[size_t(place)] = 0;
     }
     const bool marks = narrows && lists.marks.memory != nullptr;
     const bool stream = table.elements * 2 >= kStepStreamingThreshold && !marks;
@@ -106,7 +106,7 @@ void run(const StepLists& lists, int threads, Step&& step) {
             return step(chunk, c);
         },
         [&](size_t place, uint32_t flags) {
-            if (narrows) lists.overflow[table.rows[place]] |= int32_t(flags);
+            if (narrows) lists.overflow[place] |= int32_t(flags);
         });
 }
 

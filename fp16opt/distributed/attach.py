@@ -6,13 +6,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..engine.dtensors import is_sharded
 from ..engine.params import ParamTable
-from ..engine.parts import Wrapper, inside
+from ..engine.parts import Wrapper
 from ..engine.ranks import Replicas
 from .alike import Reach, compare, ranks_in
 from .exchange import message_device, require_process_group, together
@@ -67,7 +66,6 @@ def attach(
         raise TypeError(f"verify_ranks_every: expected an int, got {type(verify_ranks_every).__name__}.")
     if verify_ranks_every < 0:
         raise ValueError(f"verify_ranks_every: expected 0 or more, got {verify_ranks_every}.")
-    Joinable.register(type(inside(opt)))
     if ddp_model is None and process_group is None:
         _leave_stages(wrapper)
         _replace(wrapper, Independent())

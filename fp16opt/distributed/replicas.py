@@ -138,6 +138,11 @@ class DdpReplicas(Compared):
 
     def before_forward(self) -> None:
         """The module may be about to move gradients into new buckets, as it does once, after the first reduction."""
+        if self.ddp._join_config.enable:
+            raise RuntimeError(
+                "Join([ddp]) trains on uneven inputs, where masters, step counts and scales of ranks drift apart. Even "
+                "out the inputs, as DistributedSampler(drop_last=True) does."
+            )
         state = self._state()
         self._as_stamped = self.ddp.gradient_as_bucket_view and state is not None and state.is_as_stamped()
 
@@ -160,12 +165,6 @@ class DdpReplicas(Compared):
                 for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
                     memory.clear()
         super().after_step(skipped, digest)
-
-    def shadow_step(self) -> None:
-        """The other ranks step and this one has run out of data: answer their comparison, if it is time for one."""
-        self._steps += 1
-        if self.every and self._steps % self.every == 0:
-            verify(self.group, None)
 
     def reduce(self, sums: Sums, verdicts: list[Tensor]) -> list[Tensor]:
         """Average this rank's FP32 sums over the ranks, in place.
@@ -267,34 +266,27 @@ def _memories(ddp: DistributedDataParallel) -> list[Any]:
 # -- comparing ranks -------------------------------------------------------------------------------------------------
 
 
-def verify(group: Any, digest: Digest | None) -> None:
+def verify(group: Any, digest: Digest) -> None:
     """Compare masters, scaler and settings over the ranks: a few bytes a rank where they agree. Syncs.
 
     Args:
         group: the ranks.
-        digest: what to compare; None on a rank that has run out of data and only listens.
+        digest: what to compare.
 
     Raises:
         RuntimeError: on every rank, naming the first setting or parameter that differs.
     """
-    told = None
-    if digest is not None:
-        contents = zip(digest.names, map(content_hash, digest.values), strict=True)
-        whole = [*contents, ("the loss scaler", hash_of(digest.scaler))]
-        pieces: dict[str, list[tuple[str, int]]] = {}
-        for piece, name, value in digest.copies:
-            pieces.setdefault(piece, []).append((name, content_hash(value)))
-        told = digest.settings, {"": whole, **pieces}
-    short = None
-    if told is not None:
-        settings, parts = told
-        short = hash_of(repr(settings)), {piece: hash_of(repr(hashes)) for piece, hashes in parts.items()}
-    everyone = [one for one in gather(short, group) if one is not None]
+    contents = zip(digest.names, map(content_hash, digest.values), strict=True)
+    pieces: dict[str, list[tuple[str, int]]] = {"": [*contents, ("the loss scaler", hash_of(digest.scaler))]}
+    for piece, name, value in digest.copies:
+        pieces.setdefault(piece, []).append((name, content_hash(value)))
+    short = hash_of(repr(digest.settings)), {piece: hash_of(repr(hashes)) for piece, hashes in pieces.items()}
+    everyone = gather(short, group)
     known: dict[str, int] = {}
     alike = all(one == everyone[0][0] for one, _ in everyone)
     if alike and all(known.setdefault(piece, one) == one for _, parts in everyone for piece, one in parts.items()):
         return
-    _refuse_difference({rank: one for rank, one in enumerate(gather(told, group)) if one is not None})
+    _refuse_difference(dict(enumerate(gather((digest.settings, pieces), group))))
 
 
 def _refuse_difference(told: dict[int, tuple[list[str], dict[str, list[tuple[str, int]]]]]) -> None:

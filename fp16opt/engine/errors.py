@@ -96,39 +96,16 @@ FOLDED = Refusal(
     of this optimizer. To give the step up, call opt.zero_grad().""",
 )
 
-PLAIN_BACKWARD = Refusal(
-    "plain backward",
-    RuntimeError,
-    """gradients were found that opt.backward(loss) of this optimizer did not make, and its loss scale is
-    {scale:g}: {names}. A plain loss.backward() does not scale: call opt.backward(loss) in its place. After
-    opt.scale_loss(loss) a zero_grad() forgets the scale: call it before. For a GradScaler to do the scaling, construct
-    MixedPrecisionOptimizer without dynamic, loss_scale, scaler.""",
-)
+TRAINERS_HAVE_MODULES = " (trainers that call it themselves have a module in fp16opt.integrations)"
 
-ANOTHER_OPTIMIZER = Refusal(
-    "another optimizer",
+NOT_OF_THIS_STEP = Refusal(
+    "not of this step",
     RuntimeError,
-    """gradients were found that a backward of this optimizer did not make, and its loss scale is {scale:g}:
-    {names}. The last backward was that of another optimizer, over {others}. Where one loss serves both, give both one
-    scaler, scaler=fp16opt.DynamicLossScaler(), and call update_master_grads() of this one after that backward. Where a
-    plain loss.backward() has made them, call opt.backward(loss).""",
-)
-
-SCALES_THERE = "; where it is in use, {call} scales"
-
-A_TRAINER = Refusal(
-    "a trainer",
-    RuntimeError,
-    """gradients were found that a backward of this optimizer did not make, and its loss scale is {scale:g}:
-    {names}. The step was called by {trainer}, whose own backward does not scale the loss. Use
-    fp16opt.integrations.{module}{scales}.""",
-)
-
-THE_STEP_IS_OVER = Refusal(
-    "the step is over",
-    RuntimeError,
-    """the step is over, and the gradients that it has used are still there: {names}. Call zero_grad() after each
-    step, and then backward(loss). Clip before step().""",
+    """gradients were found that opt.backward(loss) of this optimizer did not make for this step, and its loss scale is
+    {scale:g}: {names}. Call zero_grad() after each step, then opt.backward(loss) in place of loss.backward()"""
+    + TRAINERS_HAVE_MODULES
+    + """. Where one loss serves several optimizers, make them with the same scaler, and call update_master_grads() of
+    this one after that backward.""",
 )
 
 NOT_CLEARED = Refusal(
@@ -365,7 +342,6 @@ GRADIENTS_LOST = (
     "digits"
 )
 BACKWARD_BY = ", and {call} in place of loss.backward()"
-TRAINERS_HAVE_MODULES = " (trainers that call it themselves have a module in fp16opt.integrations)"
 
 NO_SCALE = Line(
     "no scale",

@@ -20,8 +20,9 @@ from ..kernels import CallCache, backend
 from ..kernels.backends import captures
 from ..kernels.lists import is_dense
 from ..kernels.pieces import WHOLE, Piece
+from ..kernels.readings import Rows
 from ..kernels.steps import NamedStep, StepValues, run_step
-from ..kernels.tensor_lists import all_there, are_items, hold, read_for_next
+from ..kernels.tensor_lists import all_there, are_items, hold
 from . import errors
 from .diagnostics import Lines
 from .dtensors import piece_of, pieces, raw_grads
@@ -546,13 +547,14 @@ class FusedStep:
         if len(call.rows) < len(values):
             values = [None if master is None else grad for grad, master in zip(values, call.masters, strict=True)]
         elif is_read:
-            models = device.apart_read(device.seen)
+            models = device.rows(device.seen)
+        elif isinstance(values, Rows):
+            values = Rows(values.tensors, None)
         step, first = call.step, call.first if call.step.fills_first else False
         stats = None if call.on_weights else device.cast
         given = StepValues(options, call.group_of, grads.factors, stats, found_inf, first, number, call.pieces)
-        with read_for_next(*((values, models) if is_read else ())):
-            lists = step.lists(values, call.masters, None if call.on_weights else models, call.state)
-            run_step(step.step, lists, given, call.cache)
+        lists = step.lists(values, call.masters, None if call.on_weights else models, call.state)
+        run_step(step.step, lists, given, call.cache)
         call.close(found_inf)
 
     # -- plans -------------------------------------------------------------------------------------------------------

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import reference
-from ..kernels.calls import StableEntries
+from ..kernels.readings import Rows
 from ..kernels.reference_steps import Factors
-from ..kernels.tensor_lists import all_there, read, read_for_next, set_grads
+from ..kernels.tensor_lists import all_there, read, set_grads
 from .dtensors import aligned, as_piece_of, local, raw_grad, raw_grads, set_raw_grad
 from .folded import FoldedGradient, is_folded, takes_place
 from .masters import Masters
 from .params import HALF_DTYPES, DeviceParams, ParamTable
 
-_DTYPE, _LAYOUT = operator.attrgetter("dtype"), operator.attrgetter("layout")
+_LAYOUT = operator.attrgetter("layout")
 
 
 class Waiting(NamedTuple):
@@ -196,42 +196,26 @@ class DeviceGradients:
 
     # -- what kernels take -------------------------------------------------------------------------------------------
 
-    def collect(self, grads: Sequence[Tensor | None], inv_scale: Tensor) -> Waiting:
-        """The model's gradients, by row, as they are now.
+    def collect(self, grads: Sequence[Tensor | None], inv_scale: Tensor) -> tuple[Waiting, Sequence[Tensor | None]]:
+        """The model's gradients, by row, as they are now; and the dense ones once more, as the call reads them.
 
         Args:
             inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
         """
         factors = Factors(inv_scale, self.one)
-        laid_out: Sequence[Tensor | None] | None = self._pieces_of(grads) if self._has_dtensors else grads
-        there, dtypes = laid_out or [], self._dtypes
-        if laid_out is not None and all_there(laid_out):
-            stable = StableEntries(laid_out)
-            stable.reading = grads.reading if isinstance(grads, StableEntries) else None
-            if stable.reading is None and self._lie is not None:
-                stable.reading = read(stable)
-            reading = stable.reading
-            is_read = reading is not None and self._lie is not None
-            if is_read and reading.types == [Tensor] and reading.has_dtypes_of(self._lie):
-                return Waiting(stable, factors, {})
-        else:
-            there = [grad for grad in there if grad is not None]
-            dtypes = [dtype for grad, dtype in zip(grads, dtypes, strict=True) if grad is not None]
-        plain = (
-            laid_out is not None
-            and set(map(type, there)) <= {Tensor}
-            and list(map(_DTYPE, there)) == dtypes
-            and set(map(_LAYOUT, there)) <= {torch.strided}
-        )
-        if plain and laid_out is not None:
-            return Waiting(StableEntries(laid_out), factors, {})
+        pieces = self._pieces_of(grads) if self._has_dtensors else grads
+        if pieces is not None and self._lie is not None:
+            rows = pieces if isinstance(pieces, Rows) else Rows(tuple(pieces), read(tuple(pieces)))
+            reading = rows.reading
+            if reading is not None and reading.types in ([], [Tensor]) and reading.has_dtypes_of(self._lie):
+                return Waiting(rows.tensors, factors, {}), rows
         self.params.verify()
         sparse: dict[int, Tensor] = {}
         with torch.no_grad():
             dense = [
                 None if grad is None else self._as_kernels_take(row, grad, sparse) for row, grad in enumerate(grads)
             ]
-        return Waiting(dense, factors, sparse)
+        return Waiting(dense, factors, sparse), dense
 
     def _pieces_of(self, grads: Sequence[Tensor | None]) -> list[Tensor | None] | None:
         """This rank's pieces of gradients; None where one is not laid out over ranks as its parameter is."""
@@ -286,16 +270,14 @@ class DeviceGradients:
             grads: the model's, by row.
             inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
         """
-        waiting = self.collect(grads, inv_scale)
+        waiting, scaled = self.collect(grads, inv_scale)
         self.stats.reset()
-        scaled: Sequence[Tensor | None] = waiting.grads
         if self._wide:
             doubles = [grad if row in self._wide else None for row, grad in enumerate(scaled)]
             if any([grad is not None for grad in doubles]):  # noqa: C419
                 kernels.multi_tensor_unscale(doubles, doubles, inv_scale, self.stats, write=False)
             scaled = [None if row in self._wide else grad for row, grad in enumerate(scaled)]
-        with read_for_next(scaled):
-            kernels.multi_tensor_check(scaled, inv_scale, self.stats, cache=self.device.caches["check"])
+        kernels.multi_tensor_check(scaled, inv_scale, self.stats, cache=self.device.caches["check"])
         return waiting
 
     def drop(self, row: int) -> None:
@@ -309,7 +291,7 @@ class DeviceGradients:
 
     def check_and_unscale(self, grads: Sequence[Tensor | None], inv_scale: Tensor) -> None:
         """:meth:`check` and :meth:`unscale` in one pass."""
-        waiting = self.collect(grads, inv_scale)
+        waiting, _ = self.collect(grads, inv_scale)
         self.stats.reset()
         self._write(waiting, is_checked=False)
 
@@ -351,7 +333,7 @@ class DeviceGradients:
         if rooms is None:
             rooms = self._rooms = tuple(map(self.room, range(len(self.pairs))))
         with torch.no_grad():
-            self._run(waiting.grads, rooms, waiting.factors, is_checked)
+            self._run(list(waiting.grads), rooms, waiting.factors, is_checked)  # a tuple would be kept
         set_grads(self.masters, rooms)
 
     def _run(

@@ -15,7 +15,6 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import backends
 from ..kernels.calls import Entries
-from ..kernels.tensor_lists import read_for_next
 from . import errors
 from .diagnostics import Lines, warn_cast, warn_model_write
 from .dtensors import version, versions
@@ -166,9 +165,7 @@ class ModelWrites:
             reading: of the weights, if it was just made.
         """
         if group.apart:
-            models = group.apart_read(reading)
-            with read_for_next(models):
-                kernels.multi_tensor_sample(models, samples, cache=group.caches["sample"])
+            kernels.multi_tensor_sample(group.rows(reading), samples, cache=group.caches["sample"])
 
     # -- masters that the user wrote ---------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import backends
-from ..kernels.calls import StableEntries
 from ..kernels.lists import is_dense
+from ..kernels.readings import Rows
 from ..kernels.tensor_lists import are_items, read
 from . import errors
 from .arguments import quoted
@@ -85,13 +85,9 @@ class DeviceParams:
         """What :func:`~fp16opt.kernels.tensor_lists.read` reads of the models, with versions. Does not sync."""
         return read(self.models, self.seen, same=True, counts=True)
 
-    def apart_read(self, reading: Any) -> Sequence[Tensor | None]:
+    def rows(self, reading: Any) -> Sequence[Tensor | None]:
         """``apart_models``; with what was just read of ``models``, where these are the same."""
-        if reading is None or len(self.apart) != len(self.models):
-            return self.apart_models
-        entries = StableEntries(self.models)
-        entries.reading = reading
-        return entries
+        return Rows(self.models, reading) if len(self.apart) == len(self.models) else self.apart_models
 
     def find_pieces(self) -> None:
         """Take models and masters as they are now: FSDP2 makes new pieces where a model is moved or loaded.

@@ -112,12 +112,10 @@ class Ready(NamedTuple):
     Attributes:
         used: stamp of gradients that a step has used, or that ``zero_grad(set_to_none=False)`` has made zeros.
         holds_true: whether masters may still hold gradients of the step before, to be read.
-        is_stepped: whether it was a step that has used them.
     """
 
     used: GradientStamp | None = None
     holds_true: bool = True
-    is_stepped: bool = False
 
 
 class Scaled(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.calls import StableEntries
+from ..kernels.readings import Rows
 from ..kernels.tensor_lists import any_there, are_references_to, references_to, types_of
 from .dtensors import is_sharded, local, versions
 from .params import HALF_DTYPES
@@ -38,6 +38,7 @@ class GradientStamp:
     def __init__(self, grads: Sequence[Tensor | None], are_zeros: bool = False) -> None:
         self.are_zeros = are_zeros
         self._counted = _counted(grads)
+        grads = grads.tensors if isinstance(grads, Rows) else grads
         self._versions = versions(grads) if self._counted is None else None
         self._digests = _digests(grads) if self._counted is None else {}
         self.references = references_to(grads)
@@ -45,7 +46,7 @@ class GradientStamp:
 
     @property
     def was_counted(self) -> bool:
-        """Whether compiled code has read the versions of these gradients."""
+        """Whether the versions of these gradients were read along with how they lie."""
         return self._counted is not None
 
     def compare(self, now: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
@@ -53,6 +54,7 @@ class GradientStamp:
         if len(now) != len(self.references):  # of others nothing is known
             return [], []
         count, then = _counted(now), self._counted
+        now = now.tensors if isinstance(now, Rows) else now
         is_same = count is not None and then is not None and count.has_counts_of(then)
         if is_same and are_references_to(self.references, now):
             return [], []
@@ -111,9 +113,9 @@ class GradientStamp:
 
 
 def _counted(grads: Sequence[Tensor | None]) -> Any:
-    """What compiled code has read of the versions of gradients; None where it did not."""
-    counted = grads.counted if isinstance(grads, StableEntries) else None
-    return counted if counted is not None and counted.types == [Tensor] else None
+    """What was read of gradients, their versions too; None where one is of a class that torch may not count."""
+    reading = grads.reading if isinstance(grads, Rows) else None
+    return reading if reading is not None and reading.types in ([], [Tensor]) else None
 
 
 def _digests(grads: Sequence[Tensor | None], positions: Iterable[int] | None = None) -> dict[int, int]:

@@ -10,14 +10,14 @@ import abc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels import AwaitedFlag
-from ..kernels.calls import StableEntries
-from ..kernels.tensor_lists import any_there, count_grads, see_grads
+from ..kernels.readings import Rows
+from ..kernels.tensor_lists import any_there, counted_gradients, gradients
 from ..scaling import LossScaler
 from . import errors
 from .diagnostics import describe
@@ -42,7 +42,6 @@ from .stage import (
     check_of,
 )
 from .stamps import GradientStamp
-from .untracked import untracked
 
 Grads = Sequence["Tensor | None"]
 
@@ -65,9 +64,6 @@ class StepState(abc.ABC):
         backwards: how many have begun.
     """
 
-    newest: ClassVar[Callable[[], StepState | None]] = staticmethod(lambda: None)
-    """Whose backward was the last to begin in this process; None once that is gone."""
-
     def __init__(
         self,
         params: ParamTable,
@@ -87,7 +83,6 @@ class StepState(abc.ABC):
         self.stage: Any = Ready()
         self._scaler = scaler
         self._units = UnitScales()
-        self._me = weakref.ref(self)
         self._seen: Any = None  # how gradients lay when they were last seen; None where that could not be read
         self._lay: Any = None  # how they lay when that was last read
 
@@ -131,17 +126,17 @@ class StepState(abc.ABC):
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def _see(self) -> StableEntries:
+    def _see(self) -> Rows:
         """The model's gradients, and all that is asked of each, in the order of the table."""
         stage = self.stage
         known = stage.stamp.references if type(stage) is Checked and stage.stamp.was_counted else None
-        grads = see_grads(self.params.models, self._lay if known is None else self._seen, known)
+        grads = gradients(self.params.models, self._lay if known is None else self._seen, known)
         self._seen = grads.reading
         if grads.reading is not None:
             self._lay = grads.reading
         return grads
 
-    def look(self) -> StableEntries:
+    def look(self) -> Rows:
         """What became of gradients since the stamps; every call but a step's own begins with it.
 
         Returns:
@@ -307,7 +302,6 @@ class StepState(abc.ABC):
                 self.gradients.forget_true()
             self.stage = Scaled(scale, None, losses, made.left_over if type(made) is Scaled else None)
         self.backwards += 1
-        StepState.newest = self._me
         return scale
 
     def _begin_step(self, stage: Ready, scaler: LossScaler, grads: Grads, may_clear: bool) -> Any:
@@ -341,7 +335,7 @@ class StepState(abc.ABC):
             if stage.pending:
                 self._fold(stage)
         elif type(stage) is Scaled and not self.replicas.local:  # those of no_sync are reduced by a later backward
-            self.stage = stage._replace(stamp=GradientStamp(count_grads(self.params.models)))
+            self.stage = stage._replace(stamp=GradientStamp(counted_gradients(self.params.models)))
 
     def found_none(self) -> bool:
         """Whether the backward that has just ended has left no gradient at all."""
@@ -421,11 +415,7 @@ class StepState(abc.ABC):
         is_known = scaler is not None or inv_scale is not None
         scaler = self._scaler() if scaler is None else scaler
         if not (is_known or self._units.has(scaler)) and (named := self._not_zero(grads)):
-            if stage.is_stepped and stage.used is not None and not stage.used.compare(grads)[0]:
-                raise errors.THE_STEP_IS_OVER(names=describe(named))
-            last = StepState.newest()
-            others = None if last is None or last is self else last.params.names
-            raise untracked(named, float(scaler.scale), others)
+            raise errors.NOT_OF_THIS_STEP(scale=float(scaler.scale), names=describe(named))
         scale = BackwardScale.of(scaler, is_plain=True)
         if inv_scale is not None:
             scale = scale._replace(inv_scale=inv_scale.to(self.device), is_told=True, is_told_in_step=in_step)
@@ -810,7 +800,7 @@ class StepState(abc.ABC):
         """Add the model's gradients to the sums."""
 
     @abc.abstractmethod
-    def _look_at_sums(self, stage: Summed, grads: StableEntries) -> StableEntries:
+    def _look_at_sums(self, stage: Summed, grads: Rows) -> Rows:
         """:meth:`look`: fold the last backward, with the user's edits; notice edits of the sums."""
 
     @abc.abstractmethod
@@ -893,9 +883,10 @@ class StepState(abc.ABC):
         """A device's gradients as a step takes them."""
         stage = self.standing
         found = self.gradients.to_step(device, stage.waiting if type(stage) is Checked else None)
-        if found.scaled and isinstance(found.grads, StableEntries) and len(self.gradients.each) == 1:
-            found.grads.reading = self._seen  # which is of these, as the stamps told: see :meth:`look`
-        return found
+        if not isinstance(found.grads, tuple):
+            return found
+        is_one = len(self.gradients.each) == 1  # what was seen is of these then, as the stamps told: see :meth:`look`
+        return found._replace(grads=Rows(found.grads, self._seen if is_one else None))
 
     def begin_step(self, check: OverflowCheck, skipped: bool | Tensor, awaited: AwaitedFlag | None) -> Progress:
         """STEPPING: from here on something is written, and a master's ``.grad`` is the tensor that is there."""
@@ -991,7 +982,7 @@ class StepState(abc.ABC):
         stamp = getattr(stage, "stamp", None)
         if stamp is None:
             stamp = GradientStamp(raw_grads(self.params.models))
-        self.stage = Ready(stamp, holds_true=are_true and keeps_true, is_stepped=keeps_true)
+        self.stage = Ready(stamp, holds_true=are_true and keeps_true)
 
     def forget(self) -> None:
         """READY: a checkpoint was loaded. Gradients that are incomplete stay so."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .calls import CallCache, Entries
-from .lists import checked
+from .launches import launch
 from .table import LERP
 
 
@@ -35,4 +35,4 @@ def multi_tensor_lerp(averages: Entries, values: Entries, weight: float, *, cach
         raise ValueError(f"{LERP.name}: weight must be from 0 to 1, got {weight!r}.")
     from_average = weight < 0.5  # the nearer end: so weights of 0 and 1 are exact, as in torch.lerp
     part = float(weight) if from_average else 1.0 - float(weight)
-    checked(LERP, (averages, values), cache).run(part, from_average)
+    launch(LERP, (averages, values), (part, from_average), cache)

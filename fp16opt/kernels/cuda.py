@@ -157,16 +157,16 @@ class Table:
             raise ValueError(
                 f"{plan.operation.name}: {width} lists, the CUDA kernels take up to {_MOST_LISTS}. Widen Entry."
             )
-        self._which, self._places = range(width), None if count == len(plan.rows) else plan.direct
-        self._rows = [plan.rows[place] for place in plan.direct]
+        self._which, self._places = range(width), None if count == plan.count else plan.direct
+        self._rows = plan.direct
         self._flags: object = None
         self._packed = bytes(count)
-        columns = [call.column(which) for which in self._which]
         chunks: list[bytes] = []
         entries: list[bytes] = []
         filled = 0
-        for entry, (place, row) in enumerate(zip(plan.direct, self._rows, strict=True)):
-            numel, codes = columns[0][place].numel(), bytes(native.CODES[column[place].dtype] for column in columns)
+        for entry, row in enumerate(self._rows):
+            tensors = call.row(row)[:width]
+            numel, codes = tensors[0].numel(), bytes(native.CODES[tensor.dtype] for tensor in tensors)
             stride = 0 if numel <= SAMPLED_WHOLE else sample_stride(numel)
             entries.append(ENTRY.packer.pack(row, len(chunks), stride, codes))
             filled += numel > 0

@@ -33,7 +33,6 @@ class StepTable(Table):
 
     def __init__(self, call: Call, group: Struct, group_count: int) -> None:
         plan, lists = call.plan, call.plan.operation.width
-        self._direct = plan.direct
         self._counters = range(lists, lists + 1) if plan.operation.counters and plan.counts_here else None
         self._group, self._member = group.packer, MEMBER.packer
         self._members: tuple[list[int], list[float]] | None = None
@@ -48,16 +47,16 @@ class StepTable(Table):
 
         Args:
             call, flags: as for any table.
-            given: the fields of each group; by row, which of the groups; by place, the number of each entry's step,
-                where the host counts, else nothing.
+            given: the fields of each group; by row, which of the groups; the number of each entry's step, where
+                the host counts, else nothing.
         """
         moved = super().point(call, flags)
         groups, group_of, numbers = given
         members, size = (list(group_of), numbers), self._member.size
         if members != self._members:
             self._members, moved = members, True
-            for k, (place, row) in enumerate(zip(self._direct, self._rows, strict=True)):
-                number = numbers[place] if numbers else 0.0
+            for k, row in enumerate(self._rows):
+                number = numbers[k] if numbers else 0.0
                 self._member.pack_into(self.host, self.more + k * size, 0, number, group_of[row])
         if self._counters is not None:
             at = self.address + self.more
@@ -99,9 +98,8 @@ def launch(call: Call, values: StepValues) -> None:
     counters: list[Tensor] = []
     numbers: list[float] = []
     if plan.operation.counters and not plan.counts_here:
-        counters = call.column(plan.operation.width)
+        counters = [call.row(row)[-1] for row in plan.direct]
         numbers = (torch.stack([step.reshape(()) for step in counters]) + 1.0).tolist()
-        counters = [counters[place] for place in plan.direct]
     if getattr(plan.compiled, "group_count", 0) != len(options):
         plan.compiled = None
     make = functools.partial(StepTable, group=kernel.group, group_count=len(options))

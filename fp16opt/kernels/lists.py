@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from . import backends, cuda
-from .calls import Call, CallCache, Entries, Operation, Plan
+from .calls import Entries, Operation, Plan
 from .pieces import WHOLE, Piece, check_count, check_piece
-from .tensor_lists import layouts_of
 
 _CODES = (torch.int8, torch.uint8)
 
@@ -191,7 +190,7 @@ def check_lists(
     direct: list[int] = []
     found: torch.device | None = None
     counted_on: torch.device | None = None
-    for place, i in enumerate(used):
+    for i in used:
         row = [entries[i] for entries in lists[:width]]
         tensors = [tensor for tensor in row if tensor is not None]
         if found is None and isinstance(row[0], Tensor):
@@ -208,16 +207,16 @@ def check_lists(
             counter = _check_counter(operation, i, lists[-1][i], counted_on, found or torch.device("cpu"))
             counted_on, is_direct = counter.device, _is_plain(counter) and is_direct
         if is_direct:
-            direct.append(place)
+            direct.append(i)
     where = found or device or torch.device("cpu")
     serving = backends.compiled_for(where)
     is_plain = len(direct) == len(used)
     if serving is cuda or not operation.wide:  # float64 is rare, and would make every kernel longer
-        direct = [place for place in direct if getattr(lists[0][used[place]], "dtype", None) != torch.float64]
+        direct = [i for i in direct if getattr(lists[0][i], "dtype", None) != torch.float64]
     if serving is not None and ("cuda" if serving is cuda else "cpu") not in operation.coded:
-        direct = [place for place in direct if not _is_coded(lists[:width], used[place])]
+        direct = [i for i in direct if not _is_coded(lists[:width], i)]
     served = set(direct) if serving is not None else set()
-    by_reference = [row for place, row in enumerate(used) if place not in served]
+    by_reference = [i for i in used if i not in served]
     counts_here = counted_on is None or counted_on == where
     decided_here = serving is not cuda or bool(by_reference) or not counts_here
     is_coded = any(_is_coded(lists[:width], i) for i in used)
@@ -233,35 +232,3 @@ def check_lists(
         decided_here,
         pieces,
     )
-
-
-def checked(
-    operation: Operation,
-    lists: tuple[Entries, ...],
-    cache: CallCache | None,
-    device: torch.device | None = None,
-    pieces: tuple[Piece, ...] | None = None,
-) -> Call:
-    """Check the lists, or recognise them.
-
-    Args:
-        operation: what is to be done.
-        lists: as many as the operation has.
-        cache: of the call site; None checks, and remembers nothing.
-        device, pieces: as for :func:`check_lists`.
-
-    Raises:
-        TypeError, ValueError: as :func:`check_lists`; the cache is then empty.
-    """
-    found = None if cache is None else cache.find(operation, lists)
-    if found is not None and found.plan.pieces == pieces:
-        return found
-    if cache is not None:
-        cache.forget()
-    given = tuple(tuple(entries) for entries in lists)
-    plan = check_lists(operation, given, device, pieces)
-    if cache is not None:
-        cache.rebuilds += 1
-        if plan.rows and plan.is_plain:  # entries of odd layout are checked every time: their storage may be anything
-            cache.keep(plan, layouts_of(given, plan.rows))
-    return Call(operation, plan, given, None, cache)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import reference_measures as reference
 from .calls import Call, CallCache, Entries
-from .lists import checked
+from .launches import begin, run
 from .reference_measures import COMPARED, MEASURED
 from .stats import Given, check_result, sum_dtype
 from .table import COMPARE, MEASURE
@@ -43,6 +43,7 @@ class Snapshots(Given):
         self._starts = list(itertools.accumulate(self._sizes, initial=0))[:-1]
         self.values = torch.empty(sum(self._sizes), dtype=torch.float32, device=device)
         self.offsets = torch.tensor(self._starts, dtype=torch.int64, device="cpu").to(device)
+        self.tensors = self.values, self.offsets
         self.wide: dict[int, Tensor] = {}
         for row, tensor in enumerate(tensors):
             if tensor is None:
@@ -52,14 +53,6 @@ class Snapshots(Given):
             reference.snapshot(tensor.detach(), self.of(row))
         each = [n / max(1, reference.snapshot_elements(n)) for n in numels]
         self.shares = torch.tensor(each, dtype=sum_dtype(device), device="cpu").view(-1, 1).to(device)
-
-    @property
-    def rows(self) -> tuple[str, Tensor]:
-        return "before.offsets", self.offsets
-
-    @property
-    def passed(self) -> tuple[Tensor, ...]:
-        return self.values, self.offsets
 
     def of(self, row: int) -> Tensor:
         """What was taken of the tensor at a position, with padding behind it."""
@@ -87,9 +80,9 @@ def multi_tensor_measure(grads: Entries, *, cache: CallCache | None = None) -> T
         >>> multi_tensor_measure([torch.tensor([0.0, 2.0**-20, 3.0, 4e4]).half()])[0, 1:]
         tensor([4.0000e+04, 1.0000e+00, 1.0000e+00, 1.0000e+00], dtype=torch.float64)
     """
-    call = checked(MEASURE, (grads,), cache)
+    call = begin(MEASURE, (grads,), cache)
     numbers = _zeros(call, len(MEASURED))
-    call.run(numbers)
+    run(call, (numbers,), (numbers,))
     return numbers
 
 
@@ -121,9 +114,9 @@ def multi_tensor_compare(
         >>> multi_tensor_compare([master], [master.half()], before)[0, -2:]
         tensor([2., 1.], dtype=torch.float64)
     """
-    call = checked(COMPARE, (masters, weights), cache)
+    call = begin(COMPARE, (masters, weights), cache)
     numbers = _zeros(call, len(COMPARED))
-    check_result(COMPARE.name, *before.rows, call.plan.count, torch.int64, call.plan.device)
+    check_result(COMPARE.name, "before.offsets", before.offsets, call.plan.count, torch.int64, call.plan.device)
     for row in call.plan.rows:
         master = call.row(row)[0]
         have, want = before.of(row).numel(), reference.snapshot_size(master.numel())
@@ -132,7 +125,7 @@ def multi_tensor_compare(
                 f"{COMPARE.name}: before has {have} element(s) for masters[{row}], which needs {want} of its "
                 "dtype. Take the snapshots of the same list of masters."
             )
-    call.run(before, numbers)
+    run(call, (before, numbers), (*before.tensors, numbers))
     numbers[:, 2:] *= before.shares
     return numbers
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from . import installed
 from .calls import Call
 from .changed import Marks
-from .pieces import Piece
+from .pieces import WHOLE, Piece
+from .readings import PlainReading
 
 logger = logging.getLogger("fp16opt")
 
@@ -79,24 +80,29 @@ def status() -> str:
     return f"loaded; this machine runs its SIMD levels {', '.join(module.simd_levels())}"
 
 
-def table_arguments(
-    call: Call,
-) -> tuple[list[int], list[int], list[list[int]], list[int], list[Piece]]:
-    """What the compiled form of a plan is made of: sizes, rows, codes of dtypes, places, pieces."""
+def table_arguments(call: Call) -> tuple[list[int], list[list[int]], list[int], list[Piece]]:
+    """What the compiled form of a plan is made of: sizes, codes of dtypes, places, pieces."""
     plan = call.plan
-    columns = [call.column(which) for which in range(len(plan.operation.lists))]
-    codes = [[CODES[tensor.dtype] for tensor in column] for column in columns]
-    pieces = [] if plan.pieces is None else [plan.pieces[row] for row in plan.rows]
-    return [tensor.numel() for tensor in columns[0]], plan.rows, codes, plan.direct, pieces
+    lists = call.lists[: len(plan.operation.lists)]
+    numels, codes = [0] * plan.count, [[0] * plan.count for _ in lists]
+    for row in plan.direct:
+        for of_list, tensor in zip(codes, call.row(row), strict=False):
+            of_list[row], numels[row] = CODES[tensor.dtype], tensor.numel()
+    served = set(plan.direct)
+    pieces = [piece if row in served else WHOLE for row, piece in enumerate(plan.pieces or ())]
+    return numels, codes, plan.direct, pieces
 
 
 def addresses_of(call: Call) -> Any:
-    """For each list the addresses of its tensors; 0 for those that compiled code does not touch."""
-    if call.addresses is not None:
-        return call.addresses
+    """For each list the addresses of its tensors, as compiled code takes them."""
+    readings = call.readings
+    if readings is not None:
+        return [reading.addresses for reading in readings] if type(readings[0]) is PlainReading else readings
     direct = set(call.plan.direct)
-    columns = [call.column(which) for which in range(len(call.lists))]
-    return [[t.data_ptr() if place in direct else 0 for place, t in enumerate(column)] for column in columns]
+    return [
+        [t.data_ptr() if t is not None and row in direct else 0 for row, t in enumerate(entries)]
+        for entries in call.lists
+    ]
 
 
 def put_addresses(call: Call, which: range, places: list[int] | None, at: int, stride: int) -> bool:
@@ -105,7 +111,7 @@ def put_addresses(call: Call, which: range, places: list[int] | None, at: int, s
     Args:
         call: the lists.
         which: of them.
-        places: of their tensors; None for all.
+        places: of their entries; None for all.
         at: where the first one goes.
         stride: bytes from one address to the next: 8, or more with other things between, which stay.
 
@@ -213,8 +219,7 @@ def count_writes(call: Call, results: Sequence[Tensor], *, lists: bool = True) -
     plan = call.plan
     for which in call.operation.written if lists else ():
         entries = call.lists[which]
-        every = len(plan.direct) == plan.count
-        written += entries if every else [entries[plan.rows[place]] for place in plan.direct]
+        written += entries if len(plan.direct) == plan.count else [entries[row] for row in plan.direct]
     try:
         increment_versions(written)
     except RuntimeError:  # torch 2.4 takes no lists, and tensors made in inference mode count no versions
@@ -239,7 +244,7 @@ def launch(
 
     Args:
         call: the lists.
-        values: what the function has behind the lists. Tensors, on the device, go as addresses.
+        values: what the function has behind the lists. Tensors, on the device, go as addresses, None as 0.
         written: tensors among them that are written.
         marks: of operations that write weights: where those that get other bits are marked.
         flags: one for all entries or one for each, which is the last argument; None for a function without.
@@ -248,7 +253,9 @@ def launch(
     plan = call.plan
     if plan.compiled is None:
         plan.compiled = module.Table(*table_arguments(call))
-    given = [value.data_ptr() if isinstance(value, Tensor) else value for value in (*values, *(marks or ()))]
+    given: list[Any] = []
+    for value in (*values, *marks) if marks is not None else values:
+        given.append(0 if value is None else value.data_ptr() if isinstance(value, Tensor) else value)
     if flags is not None:
         given.append(flags)
     function = getattr(module, call.operation.cpu)

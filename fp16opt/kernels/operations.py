@@ -12,7 +12,7 @@ from torch import Tensor
 from . import backends, cuda, reference
 from .calls import CallCache, Entries
 from .formulas import AdamOptions, LionOptions, SgdOptions
-from .lists import checked
+from .launches import begin, launch, run
 from .stats import CastStats, GradStats, check_result, sum_dtype
 from .steps import Factors, multi_tensor_step
 from .table import (
@@ -138,9 +138,9 @@ def multi_tensor_unscale(
     """
     if not write and accumulate is not False:
         raise ValueError(f"{UNSCALE.name}: write=False goes with accumulate=False only.")
-    call = checked(UNSCALE, (grads, outs), cache, stats.norm.device)
     stats.touched = True
-    if not call.run(inv_scale, stats, write, flags=accumulate, writes=write):
+    given, device = (inv_scale, stats, write), stats.norm.device
+    if not launch(UNSCALE, (grads, outs), given, cache, device=device, flags=accumulate, writes=write):
         reference.finish(stats)
 
 
@@ -166,9 +166,9 @@ def multi_tensor_check(
         >>> stats.sumsq.item(), stats.found_inf.item()
         (18.0, 0.0)
     """
-    call = checked(CHECK, (grads,), cache, stats.norm.device)
     stats.touched = True
-    if not call.run(inv_scale, stats, False, flags=False, writes=False):
+    given, device = (inv_scale, stats, False), stats.norm.device
+    if not launch(CHECK, (grads,), given, cache, device=device, flags=False, writes=False):
         reference.finish(stats)
 
 
@@ -198,7 +198,8 @@ def multi_tensor_unscale_clipped(
         >>> out
         [tensor([1.])]
     """
-    checked(UNSCALE_CLIPPED, (grads, outs), cache, getattr(inv_scale, "device", None)).run(inv_scale, factor)
+    device = getattr(inv_scale, "device", None)
+    launch(UNSCALE_CLIPPED, (grads, outs), (inv_scale, factor), cache, device=device)
 
 
 def multi_tensor_l2norm(tensors: Entries, *, cache: CallCache | None = None) -> tuple[Tensor, Tensor]:
@@ -223,11 +224,12 @@ def multi_tensor_l2norm(tensors: Entries, *, cache: CallCache | None = None) -> 
         >>> multi_tensor_l2norm([torch.tensor([3e30, 4e30]), None])[1]
         tensor([5.0000e+30, 0.0000e+00], dtype=torch.float64)
     """
-    call = checked(L2NORM, (tensors,), cache)
+    call = begin(L2NORM, (tensors,), cache)
     device = call.plan.device
     sumsq = torch.zeros(call.plan.count, dtype=sum_dtype(device), device=device)
     norm, norms = sumsq.new_zeros(()), torch.zeros_like(sumsq)
-    return (norm, norms) if call.run(sumsq, norm, norms) else reference.norms(sumsq)
+    given = sumsq, norm, norms
+    return (norm, norms) if run(call, given, given) else reference.norms(sumsq)
 
 
 def multi_tensor_scale(tensors: Entries, factor: Tensor, *, cache: CallCache | None = None) -> None:
@@ -252,7 +254,7 @@ def multi_tensor_scale(tensors: Entries, factor: Tensor, *, cache: CallCache | N
     on_host = factor.device.type == "cpu" and backends.compiled_for(factor.device) is not cuda
     if on_host and factor.item() == 1.0:  # before the lists: nothing to clip costs nothing
         return
-    checked(SCALE, (tensors,), cache, factor.device).run(factor)
+    launch(SCALE, (tensors,), (factor,), cache, device=factor.device)
 
 
 def _as_single(name: str, value: float) -> float:
@@ -301,8 +303,8 @@ def multi_tensor_axpby(
         raise ValueError(f"{AXPBY.name}: check must be 'both', 'x' or 'y', got {check!r}.")
     a, b = _as_single("a", a), _as_single("b", b)
     looks = 0 if found_inf is None else CHECKED[check]
-    call = checked(AXPBY, (xs, ys, outs), cache, getattr(found_inf, "device", None))
-    call.run(a, b, looks, found_inf)
+    device = getattr(found_inf, "device", None)
+    launch(AXPBY, (xs, ys, outs), (a, b, looks, found_inf), cache, device=device)
 
 
 def multi_tensor_cast(masters: Entries, params: Entries, stats: CastStats, *, cache: CallCache | None = None) -> None:
@@ -324,7 +326,7 @@ def multi_tensor_cast(masters: Entries, params: Entries, stats: CastStats, *, ca
         >>> stats.overflow.item()  # kernels.TOO_LARGE
         1
     """
-    checked(CAST, (masters, params), cache, stats.overflow.device).run(stats)
+    launch(CAST, (masters, params), (stats,), cache, device=stats.overflow.device)
 
 
 def multi_tensor_sample(tensors: Entries, samples: Tensor, *, cache: CallCache | None = None) -> None:
@@ -349,7 +351,7 @@ def multi_tensor_sample(tensors: Entries, samples: Tensor, *, cache: CallCache |
         >>> samples.item() != 0
         True
     """
-    checked(SAMPLE, (tensors,), cache, getattr(samples, "device", None)).run(samples)
+    launch(SAMPLE, (tensors,), (samples,), cache, device=getattr(samples, "device", None))
 
 
 # -- split masters: a 16-bit weight and a 16-bit remainder in place of a float32 ---------------------------------------
@@ -386,7 +388,7 @@ def multi_tensor_split(
         >>> weight.item(), rest.item()
         (1.0, 8)
     """
-    checked(SPLIT, (masters, params, remainders), cache, stats.overflow.device).run(stats)
+    launch(SPLIT, (masters, params, remainders), (stats,), cache, device=stats.overflow.device)
 
 
 def multi_tensor_join(params: Entries, remainders: Entries, outs: Entries, *, cache: CallCache | None = None) -> None:
@@ -407,4 +409,4 @@ def multi_tensor_join(params: Entries, remainders: Entries, outs: Entries, *, ca
         >>> out.item() == 1 + 2**-20
         True
     """
-    checked(JOIN, (params, remainders, outs), cache).run()
+    launch(JOIN, (params, remainders, outs), (), cache)

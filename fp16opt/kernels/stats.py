@@ -62,22 +62,10 @@ class Given:
     """One argument of an operation that stands for several of its kernels' arguments.
 
     Attributes:
-        rows: what has a number for each tensor of the lists, with its name in messages.
-        passed: what kernels are given.
-        results: what of it a pass writes.
+        tensors: what kernels are given.
     """
 
-    @property
-    def rows(self) -> tuple[str, Tensor]:
-        raise NotImplementedError
-
-    @property
-    def passed(self) -> tuple[Tensor, ...]:
-        return self.results
-
-    @property
-    def results(self) -> tuple[Tensor, ...]:
-        return ()
+    tensors: tuple[Tensor, ...]
 
 
 @dataclass(eq=False)
@@ -112,6 +100,7 @@ class GradStats(Given):
     touched: bool = True
 
     def __post_init__(self) -> None:
+        self.tensors = self.nonfinite, self.sumsq, self.norm, self.found_inf
         like = self.nonfinite
         n, wide = (
             (len(like),) if isinstance(like, Tensor) else (),
@@ -154,22 +143,14 @@ class GradStats(Given):
         self.memory, self.touched = fresh.memory, True
         for name, value in state.items():
             setattr(self, name, getattr(fresh, name).copy_(value))
-
-    @property
-    def rows(self) -> tuple[str, Tensor]:
-        return "stats.nonfinite", self.nonfinite
-
-    @property
-    def results(self) -> tuple[Tensor, ...]:
-        return self.nonfinite, self.sumsq, self.norm, self.found_inf
+        self.tensors = fresh.tensors
 
     def reset(self) -> None:
         """Set everything to zero, as after :meth:`allocate`, where it is not. Does not sync."""
         if not self.touched:
             return
         self.touched = False
-        parts = (self.nonfinite, self.sumsq, self.norm, self.found_inf)
-        for tensor in parts if self.memory is None else (self.memory,):
+        for tensor in self.tensors if self.memory is None else (self.memory,):
             tensor.zero_()
 
 
@@ -194,16 +175,9 @@ class CastStats(Given):
     changed: ChangedBits | None = None
 
     def __post_init__(self) -> None:
+        self.tensors = (self.overflow,)
         n = (self.overflow.numel(),) if isinstance(self.overflow, Tensor) else ()
         _check_rows("CastStats", "overflow", self.overflow, torch.int32, n, self.overflow)
-
-    @property
-    def rows(self) -> tuple[str, Tensor]:
-        return "stats.overflow", self.overflow
-
-    @property
-    def results(self) -> tuple[Tensor, ...]:
-        return (self.overflow,)
 
     @property
     def marks(self) -> Marks:

@@ -11,19 +11,17 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import cuda, cuda_steps, native, reference_steps
 from .backends import captures
-from .calls import BEGUN, CallCache, Entries, Operation, Plan
+from .calls import CallCache, Entries, Operation, Plan
 from .cuda_rows import KERNELS, Blocks
 from .formulas import FORMULAS, Formula, LionOptions
-from .lists import checked
+from .launches import begin, by_torch, is_trusted, prove, run_by_torch
 from .pieces import WHOLE, Piece
-from .reference_changed import marking
 from .reference_steps import Factors, OneStep, StepValues
-from .stats import CastStats, check_result
+from .stats import CastStats
 from .table import step_operation
 from .tensor_lists import are_items
 
@@ -139,21 +137,9 @@ def check_options(name: str, kind: type[Any], options: Sequence[Any]) -> None:
 
 def _check_values(operation: Operation, values: StepValues, plan: Plan) -> None:
     """Raise unless the values fit the lists."""
-    count, device = plan.count, plan.device
-    inv_scale, coefficient = values.factors
-    check_result(operation.name, "factors.inv_scale", inv_scale, 1, torch.float32, device)
-    check_result(operation.name, "factors.coefficient", coefficient, 1, torch.float32, device)
-    if values.found_inf is not None:
-        check_result(operation.name, "found_inf", values.found_inf, 1, torch.float32, device)
-    if values.stats is None:
-        if "models" in operation.lists:
-            raise ValueError(
-                f"{operation.name}: stats must be given along with models, got None. Use CastStats.allocate."
-            )
-    elif values.stats is not plan.stats:
-        name, rows = values.stats.rows
-        check_result(operation.name, name, rows, count, torch.int32, device)
-        plan.stats = values.stats
+    count = plan.count
+    if values.stats is None and "models" in operation.lists:
+        raise ValueError(f"{operation.name}: stats must be given along with models, got None. Use CastStats.allocate.")
     for name, each in (("group_of", values.group_of), ("first", values.first)):
         if not isinstance(each, bool) and len(each) != count:
             raise ValueError(f"{operation.name}: {name} has {len(each)} entries, grads has {count}. Give one each.")
@@ -181,18 +167,23 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`multi_tensor_step`.
     """
-    operation = step.operation
-    given = tuple([entries for entries in lists if entries is not None])
+    operation, stats, factors = step.operation, values.stats, values.factors
+    given = [entries for entries in lists if entries is not None]
     pieces = None if values.pieces is None else tuple(values.pieces)
-    call = checked(operation, given, cache, getattr(values.factors[0], "device", None), pieces)
+    numbers = (*factors, values.found_inf, None if stats is None else stats.overflow)
+    call = begin(operation, given, cache, numbers, getattr(factors[0], "device", None), pieces)
     plan = call.plan
     before, packed = plan.packed
     are_known = len(values.options) == len(before) and are_items(values.options, before)
     if not are_known:
         check_options(operation.name, step.options, values.options)
+    if not call.is_proven:
+        prove(call, numbers, numbers)
     _check_values(operation, values, plan)
-    call = call.served(None if values.stats is None else values.stats.marks)
-    plan = call.plan
+    marks = None if stats is None else stats.marks
+    if not is_trusted(call, marks):
+        call = by_torch(call)
+        plan = call.plan
     if plan.is_coded and captures(plan.device):
         raise RuntimeError(
             f"{operation.name}: state and remainders of 8 bits are rounded by the number of the step, and each replay "
@@ -202,13 +193,8 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
     if values.found_inf is not None and plan.decided_here and bool(values.found_inf.item()):
         return
     first = values.first
-    changed = None if values.stats is None else values.stats.changed
     if plan.by_reference:
-        call.returned.append(BEGUN)
-        with torch.no_grad(), marking(changed, call.rounded, plan.by_reference):
-            for row in plan.by_reference:
-                fresh = first if isinstance(first, bool) else bool(first[row])
-                operation.specification(row, call.row(row), (step, values), fresh)
+        run_by_torch(call, (step, values), None if stats is None else stats.changed, first)
     if plan.serving is cuda:
         cuda_steps.launch(call, values._replace(options=list(map(step.packed, values.options))))
     elif plan.serving is not None and plan.direct:
@@ -216,9 +202,9 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
             packed = b"".join(itertools.starmap(PACKS[operation.cuda], map(step.packed, values.options)))
             if not any(isinstance(one, Tensor) for one in itertools.chain(*values.options)):
                 plan.packed = tuple(values.options), packed
-        stats, number = values.stats, values.number & 0xFFFFFFFF
-        found = (0, 0, 0) if stats is None else (stats.overflow, *stats.marks)
-        behind = [step.functor, *values.factors, *found, stats is not None, values.group_of, packed, number]
+        number = values.number & 0xFFFFFFFF
+        found = numbers[-1], *(marks or (0, 0))
+        behind = [step.functor, *factors, *found, stats is not None, values.group_of, packed, number]
         native.launch(call, behind, written=[] if stats is None else [stats.overflow], flags=first)
     else:
         call.returned.append(True)
@@ -273,6 +259,7 @@ def multi_tensor_step(
             written then.
 
     Example:
+        >>> import torch
         >>> master, m, one = [torch.ones(1)], [torch.zeros(1)], torch.tensor(1.0)
         >>> options = [LionOptions(0.25, 0.5, 0.5, 0.0, False)]
         >>> multi_tensor_step("lion", [torch.ones(1)], master, [m], options, [0], Factors(one, one))

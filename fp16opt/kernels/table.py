@@ -140,7 +140,7 @@ def _reset(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
-_STATS = Argument("stats", torch.int32, each=True, written=True)
+_OVERFLOW = Argument("stats.overflow", torch.int32, each=True, written=True)
 _INV_SCALE = Argument("inv_scale")
 _FACTOR = Argument("factor")
 _DIGESTS = (
@@ -155,8 +155,14 @@ def _plain(name: str) -> Argument:
 
 
 def _made(name: str) -> Argument:
-    """A result that the operation itself makes."""
+    """A result that the operation itself makes, or that was checked when its owner was made."""
     return Argument(name, None, written=True)
+
+
+_STATS = (
+    Argument("stats.nonfinite", torch.int32, each=True, written=True),
+    *map(_made, ("stats.sumsq", "stats.norm", "stats.found_inf")),
+)
 
 
 _FLOATS = "float16, bfloat16, float32 or float64"
@@ -169,7 +175,7 @@ UNSCALE = Operation(
     _unscale,
     "unscale",
     "unscale",
-    (_INV_SCALE, _STATS, _plain("write")),
+    (_INV_SCALE, *_STATS, _plain("write")),
     written=(1,),
     shape_of=1,
 )
@@ -228,7 +234,7 @@ CAST = Operation(
     _cast,
     "cast",
     "cast",
-    (_STATS,),
+    (_OVERFLOW,),
     written=(1,),
     shape_of=1,
 )
@@ -261,7 +267,7 @@ COMPARE = Operation(
     _compare,
     "compare",
     "compare",
-    (Argument("before", torch.int64, each=True), _made("numbers")),
+    (_plain("before.values"), _plain("before.offsets"), _made("numbers")),
     wide=False,
 )
 SPLIT = Operation(
@@ -272,7 +278,7 @@ SPLIT = Operation(
     _split,
     "split",
     "split",
-    (_STATS,),
+    (_OVERFLOW,),
     written=(1, 2),
     shape_of=1,
     coded=("cuda",),
@@ -342,6 +348,14 @@ def _model_step8_accepts(grad: torch.dtype, master: torch.dtype, *rest: torch.dt
     return fits and tuple(codes) == _CODES[: len(codes)]
 
 
+_OF_STEPS = (
+    Argument("factors.inv_scale"),
+    Argument("factors.coefficient"),
+    Argument("found_inf"),
+    _OVERFLOW,
+)
+
+
 def step_operation(
     name: str,
     state: tuple[str, ...],
@@ -378,6 +392,7 @@ def step_operation(
         specification,
         "step",
         kernel,
+        _OF_STEPS,
         written=(len(lists),) if has_models else (1,),
         shape_of=1,
         counters="steps" if counts else "",

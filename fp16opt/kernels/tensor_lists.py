@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .calls import Entries, Layouts, StableEntries
+from .readings import PlainReader, Rows
 
 _GRAD: Any = torch.Tensor.grad  # torch's own descriptors
 _VERSION: Any = torch.Tensor._version
@@ -23,16 +23,6 @@ _read_version: Any = operator.attrgetter("_version")
 @functools.cache
 def _getter(name: str) -> Any:
     return native.module.Getter({"grad": _GRAD, "version": _VERSION}[name])
-
-
-@functools.cache
-def _reader() -> Any:
-    """What reads how tensors lie in memory; None where torch has no exchange API: torch 2.13 does."""
-    try:
-        exchange: Any = Tensor.__dlpack_c_exchange_api__
-        return native.module.Reader(exchange, Tensor.is_neg, _getter("grad"), _getter("version"))
-    except (AttributeError, ValueError):
-        return None
 
 
 def grads_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
@@ -81,6 +71,23 @@ def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
         except (AttributeError, RuntimeError):  # None has no version, and a tensor of inference mode counts none
             pass
         return [-1 if one is None else 0 if one.is_inference() else one._version for one in tensors]
+
+
+_PLAIN_READER = PlainReader(grads_of, versions_of)
+
+
+@functools.cache
+def reader_of(module: Any) -> Any:
+    """What reads how tensors lie in memory: the compiled module's reader, where torch has an exchange API (2.13 does).
+
+    Args:
+        module: :data:`.native.module`.
+    """
+    try:
+        exchange: Any = Tensor.__dlpack_c_exchange_api__
+        return module.Reader(exchange, Tensor.is_neg, _getter("grad"), _getter("version"))
+    except (AttributeError, ValueError):
+        return _PLAIN_READER
 
 
 def are_items(items: Sequence[Any], of: Sequence[Any], start: int = 0) -> bool:
@@ -145,35 +152,23 @@ def are_references_to(references: Sequence[weakref.ref[Any] | None], items: Sequ
 # -- how tensors lie in memory -----------------------------------------------------------------------------------------
 
 
-def see_grads(
+def gradients(
     tensors: Sequence[Tensor], like: Any = None, known: Sequence[weakref.ref[Any] | None] | None = None
-) -> StableEntries:
-    """:func:`grads_of`, with what :func:`read` reads of them, versions too, where it can: each is met once.
+) -> Rows:
+    """:func:`grads_of`, with what :func:`read` reads of them, versions too: each is met once.
 
     Args:
         like: what was read of such a list before.
         known: the gradients that it was read of: of these :func:`read` says what goes unseen.
     """
-    reader = None if native.module is None else _reader()
-    if reader is None:
-        return StableEntries(grads_of(tensors))
-    with torch._C.DisableTorchFunctionSubclass():
-        grads, reading = reader.gradients(tensors, like, known)
-    found = StableEntries(grads)
-    found.reading = found.counted = reading
-    return found
+    with torch._C.DisableTorchFunction():
+        return Rows(*reader_of(native.module).gradients(tensors, like, known, False))
 
 
-def count_grads(tensors: Sequence[Tensor]) -> StableEntries:
-    """:func:`see_grads`, with versions alone."""
-    reader = None if native.module is None else _reader()
-    if reader is None:
-        return StableEntries(grads_of(tensors))
-    with torch._C.DisableTorchFunctionSubclass():
-        grads, counted = reader.count_gradients(tensors)
-    found = StableEntries(grads)
-    found.counted = counted
-    return found
+def counted_gradients(tensors: Sequence[Tensor]) -> Rows:
+    """:func:`gradients`, with versions and classes alone."""
+    with torch._C.DisableTorchFunction():
+        return Rows(*reader_of(native.module).gradients(tensors, None, None, True))
 
 
 def read(tensors: Sequence[Tensor | None], like: Any = None, same: bool = False, counts: bool = False) -> Any:
@@ -186,57 +181,8 @@ def read(tensors: Sequence[Tensor | None], like: Any = None, same: bool = False,
         counts: whether versions are read too.
 
     Returns:
-        A ``Reading`` of compiled code; None where one can't be described so, or is such a negative.
+        A ``Reading`` of compiled code, or a :class:`.readings.PlainReading`. None where an entry is neither None nor a
+        tensor that can be described, or is such a negative.
     """
-    reader = None if native.module is None else _reader()
-    return None if reader is None else reader.read(tensors, like, same, counts)
-
-
-class read_for_next:
-    """Within, calls take what was read of lists, right before, as it is."""
-
-    def __init__(self, *lists: Sequence[Tensor | None]) -> None:
-        self._read = [entries for entries in lists if isinstance(entries, StableEntries)]
-
-    def __enter__(self) -> None:
-        for entries in self._read:
-            entries.is_fresh = entries.reading is not None
-
-    def __exit__(self, *_: object) -> None:
-        for entries in self._read:
-            entries.is_fresh = False
-
-
-class ReadLayouts:
-    """:class:`.calls.Layouts` where compiled code reads lists.
-
-    Args:
-        lists: of one call.
-        rows: the positions in use.
-        readings: of the tensors there.
-    """
-
-    __slots__ = ("_kept", "_readings", "_rows", "_types")
-
-    def __init__(self, lists: Sequence[tuple[Tensor | None, ...]], rows: list[int], readings: list[Any]) -> None:
-        self._rows = None if len(rows) == len(lists[0]) else rows
-        self._types = [] if self._rows is None else [tuple(map(type, entries)) for entries in lists]
-        self._readings = readings
-        self._kept: list[Any] = [None] * len(lists)
-
-    def find(self, lists: tuple[Entries, ...], count: int) -> tuple[Any, Any] | None:
-        """See :meth:`.calls.Layouts.find`. What was read of each list stands for its addresses."""
-        reader = None if native.module is None else _reader()
-        if reader is None:
-            return None
-        known = self._readings, self._kept, self._rows, self._types
-        found: tuple[Any, Any] | None = reader.recognise(lists, count, *known, StableEntries)
-        return found
-
-
-def layouts_of(lists: Sequence[tuple[Tensor | None, ...]], rows: list[int]) -> Any:
-    """How the tensors at ``rows`` of each list lie in memory: what a call site remembers."""
-    is_full = len(rows) == len(lists[0])
     with torch._C.DisableTorchFunction():
-        readings = [read(entries if is_full else tuple(map(entries.__getitem__, rows))) for entries in lists]
-        return Layouts(lists, rows) if None in readings else ReadLayouts(lists, rows, readings)
+        return reader_of(native.module).read(tensors, like, same, counts)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import cuda
 from .calls import CallCache, Entries, Operation
-from .lists import checked
+from .launches import begin, by_torch, prove, run
 from .table import REFRESH_MASTERS, RESET_REMAINDERS
 
 __all__ = ["multi_tensor_refresh_masters", "multi_tensor_reset_remainders"]
@@ -90,7 +90,7 @@ def _where_written(
     cache: CallCache | None,
 ) -> None:
     """Do the operation to the rows whose digests differ. A GPU's kernel finds these; on the CPU torch operations do."""
-    call = checked(operation, lists, cache, getattr(digests[0], "device", None))
-    if call.plan.serving is not cuda:
-        call = call.by_torch()
-    call.run(*digests)
+    call = begin(operation, lists, cache, digests, getattr(digests[0], "device", None))
+    if not call.is_proven:
+        prove(call, digests, digests)
+    run(call if call.plan.serving is cuda else by_torch(call), digests, digests)

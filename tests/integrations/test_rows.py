@@ -40,6 +40,8 @@ from integrations.byhand import (
     network,
 )
 
+SCALES_NOT = r"trainers that call it themselves have a module in fp16opt\.integrations"
+
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
@@ -128,7 +130,7 @@ def test_lightning_bf16_true(tmp_path: Path) -> None:
 
 
 def test_lightning_16_true_with_a_scale_raises(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"The step was called by Lightning, .*fp16opt\.integrations\.lightning"):
+    with pytest.raises(RuntimeError, match=SCALES_NOT):
         fit(Module(dynamic()), "16-true", tmp_path, batches(2))
 
 
@@ -188,7 +190,7 @@ def prepared(options: dict[str, Any], dtype: torch.dtype = HALF, scaler: Any = N
 def test_accelerate_with_a_scale_raises() -> None:
     accelerator, net, _, optimizer, _ = prepared(dynamic())
     accelerator.backward(loss_of(net, batches(1)[0], HALF))
-    with pytest.raises(RuntimeError, match=r"The step was called by Accelerate, .*fp16opt\.integrations\.accelerate"):
+    with pytest.raises(RuntimeError, match=SCALES_NOT):
         optimizer.step()
 
 
@@ -264,5 +266,5 @@ def test_the_stock_trainer_with_a_scale_raises(tmp_path: Path) -> None:
     data = [{"x": x[0], "labels": y[0]} for x, y in batches(16)]
     schedule = transformers.get_scheduler("constant", opt.optimizer)
     trainer = transformers.Trainer(model, args, train_dataset=data, optimizers=(opt, schedule))
-    with pytest.raises(RuntimeError, match=r"called by transformers, .*fp16opt\.integrations\.transformers"):
+    with pytest.raises(RuntimeError, match=SCALES_NOT):
         trainer.train()

@@ -36,7 +36,7 @@ def test_python_ends_while_a_thread_works() -> None:
         import threading, time
 
         values, one = torch.zeros(1 << 24), torch.ones(())
-        table = _cpu.Table([values.numel()], [0], [[2]], [0])
+        table = _cpu.Table([values.numel()], [[2]], [0])
 
         def work():
             while True:
@@ -62,7 +62,7 @@ def as_array(addresses: list[int]) -> Any:
 @pytest.mark.parametrize("inner", [list, tuple, as_array, as_numpy, lambda values: memoryview(as_array(values))])
 def test_addresses_come_as_ints_or_as_buffers(outer: Callable[[Any], Any], inner: Callable[[list[int]], Any]) -> None:
     tensors, half = [torch.ones(n) for n in (3, 0, 70)], torch.tensor(0.5)
-    table = native.module.Table([t.numel() for t in tensors], [0, 1, 2], [[2, 2, 2]], [0, 1, 2])
+    table = native.module.Table([t.numel() for t in tensors], [[2, 2, 2]], [0, 1, 2])
     addresses = outer([inner([t.data_ptr() for t in tensors])])
     native.module.scale(table, addresses, 1, 3, half.data_ptr())
     for tensor in tensors:
@@ -88,7 +88,7 @@ def test_addresses_come_as_ints_or_as_buffers(outer: Callable[[Any], Any], inner
     ids=repr,
 )
 def test_other_addresses_are_refused(addresses: Any, error: type[Exception], message: str) -> None:
-    table, one = native.module.Table([4], [0], [[2]], [0]), torch.ones(())
+    table, one = native.module.Table([4], [[2]], [0]), torch.ones(())
     with pytest.raises(error, match=message):
         native.module.scale(table, addresses, 1, 1, one.data_ptr())
 
@@ -101,7 +101,7 @@ def test_errors_name_the_class_that_was_wanted() -> None:
 def test_names_of_levels_and_formulas_that_are_not_there() -> None:
     with pytest.raises(ValueError, match="SIMD level 'sse9' is not one"):
         native.module.use_simd_level("sse9")
-    table, one = native.module.Table([], [], [[], []], []), torch.ones(())
+    table, one = native.module.Table([], [[], []], []), torch.ones(())
     numbers = (one.data_ptr(), one.data_ptr(), 0, 0, 0)
     with pytest.raises(ValueError, match="no formula 'Nadam'"):
         native.module.step(table, [[], []], 1, 0, "Nadam", *numbers, False, [], b"", 0, False)
@@ -109,7 +109,7 @@ def test_names_of_levels_and_formulas_that_are_not_there() -> None:
 
 def test_flags_and_groups_have_one_entry_for_each_row() -> None:
     grads, outs = torch.ones(2), torch.ones(2)
-    table, lists = native.module.Table([2], [0], [[2], [2]], [0]), [[grads.data_ptr()], [outs.data_ptr()]]
+    table, lists = native.module.Table([2], [[2], [2]], [0]), [[grads.data_ptr()], [outs.data_ptr()]]
     numbers, one = torch.zeros(8, dtype=torch.float64), torch.ones(())
     rest = (one.data_ptr(), *[numbers[k:].data_ptr() for k in range(4)], True)
     with pytest.raises(ValueError, match="one flag for each entry"):
@@ -166,7 +166,7 @@ def test_a_scale_follows_a_step_and_says_whether_it_moved() -> None:
 
 def test_other_threads_run_while_a_kernel_works() -> None:
     values, one, times = torch.zeros(1 << 22), torch.ones(()), 100
-    table = native.module.Table([values.numel()] * times, list(range(times)), [[2] * times], list(range(times)))
+    table = native.module.Table([values.numel()] * times, [[2] * times], list(range(times)))
     addresses = [[values.data_ptr()] * times]
     call = (table, addresses, 1, times, one.data_ptr())
     worker = threading.Thread(target=native.module.scale, args=call)

@@ -23,6 +23,7 @@ from fp16opt.kernels import (
     CastStats,
     GradStats,
     cuda_rows,
+    launches,
     lists,
     multi_tensor_check,
     multi_tensor_reset_remainders,
@@ -165,7 +166,7 @@ def test_counters_on_the_host_are_counted_there(host: Any, monkeypatch: pytest.M
     def elsewhere(*given: Any) -> lists.Plan:
         return dataclasses.replace(check(*given), counts_here=False, decided_here=True)
 
-    monkeypatch.setattr(lists, "check_lists", elsewhere)
+    monkeypatch.setattr(launches, "check_lists", elsewhere)
     case.run().run()
     assert_same_results(case, there, "host")
     assert [float(step) for step in case.steps if step is not None] == ([2, 6, 1002] if found == 0 else [0, 4, 1000])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from fp16opt import MixedPrecisionOptimizer
 from fp16opt.kernels import native, tensor_lists
-from fp16opt.kernels.calls import StableEntries
+from fp16opt.kernels.readings import Rows
 
 
 @pytest.fixture(params=["compiled", "no exchange API", "item by item"])
@@ -24,13 +25,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     elif native.module is None:
         pytest.skip("no compiled module")
     if request.param == "no exchange API":
-        monkeypatch.setattr(tensor_lists, "_reader", lambda: None)
+        plain = tensor_lists.reader_of(None)
+        monkeypatch.setattr(tensor_lists, "reader_of", lambda module: plain)
     return request.param
-
-
-needs_exchange = pytest.mark.skipif(
-    native.module is None or tensor_lists._reader() is None, reason="torch has no exchange API, or nothing is compiled"
-)
 
 
 class Counted(nn.Parameter):
@@ -47,7 +44,7 @@ def test_gradients_are_read_as_torch_holds_them(way: str) -> None:
     found = tensor_lists.grads_of(params)
     assert found[1:] == [None, None]
     assert found[0] is params[0].grad
-    assert list(tensor_lists.see_grads(params)) == found
+    assert list(tensor_lists.gradients(params)) == found
     assert tensor_lists.grads_of(iter(params[1:])) == [None, None]
 
 
@@ -93,7 +90,6 @@ def test_references_keep_nothing_alive(way: str) -> None:
 # -- how tensors lie ---------------------------------------------------------------------------------------------------
 
 
-@needs_exchange
 @pytest.mark.parametrize(
     "change",
     [
@@ -103,12 +99,13 @@ def test_references_keep_nothing_alive(way: str) -> None:
         lambda t: t.t(),
         lambda t: t.view(-1)[:6].view(3, 2),
         lambda t: nn.Parameter(t),
+        lambda t: None,
     ],
-    ids=["dtype", "dtype of the same size", "shape", "strides", "fewer", "class"],
+    ids=["dtype", "dtype of the same size", "shape", "strides", "fewer", "class", "none"],
 )
 @pytest.mark.parametrize("place", [0, 2])
-def test_what_lies_otherwise_is_seen(change: Callable[[Tensor], Tensor], place: int) -> None:
-    tensors = [torch.ones(3, 4).half() for _ in range(3)]
+def test_what_lies_otherwise_is_seen(way: str, change: Callable[[Tensor], Any], place: int) -> None:
+    tensors: list[Any] = [torch.ones(3, 4).half() for _ in range(3)]
     known = tensor_lists.read(tensors)
     assert tensor_lists.read(tensors, known, same=True) == known
     tensors[place] = change(tensors[place])
@@ -120,8 +117,7 @@ def test_what_lies_otherwise_is_seen(change: Callable[[Tensor], Tensor], place: 
     assert not tensor_lists.read(tensors[:2], known).lies_as(known)
 
 
-@needs_exchange
-def test_an_address_that_moved_is_seen_and_the_form_is_the_same() -> None:
+def test_an_address_that_moved_is_seen_and_the_form_is_the_same(way: str) -> None:
     tensors = tuple(torch.ones(3) for _ in range(3))
     known = tensor_lists.read(tensors, counts=True)
     tensors[1].data = torch.ones(3)
@@ -133,33 +129,72 @@ def test_an_address_that_moved_is_seen_and_the_form_is_the_same() -> None:
     assert tensor_lists.read(tensors, known, counts=True).counts == [0, 0, 1]
 
 
-@needs_exchange
-def test_what_cannot_be_described_is_left_to_the_checks() -> None:
+def test_what_cannot_be_described_is_left_to_the_checks(way: str) -> None:
     one = torch.ones(2, 3)
-    odd: list[Any] = [None, 3, one.to_sparse(), one.to("meta"), one.to_mkldnn(), torch._neg_view(one)]
+    odd: list[Any] = [3, one.to_sparse(), one.to("meta"), one.to_mkldnn(), torch._neg_view(one)]
     for value in odd:
         assert tensor_lists.read([one, value]) is None
         assert tensor_lists.read([one, value], tensor_lists.read([one, one])) is None
     assert tensor_lists.read([one.requires_grad_().exp()]) is not None, "a graph is no obstacle"
 
 
-@needs_exchange
-def test_copies_of_a_reading_know_nothing() -> None:
+def test_copies_of_a_reading_know_nothing(way: str) -> None:
     reading = tensor_lists.read([torch.ones(1)])
     assert copy.deepcopy(reading) is None
     assert pickle.loads(pickle.dumps(reading)) is None
 
 
-@needs_exchange
-def test_gradients_are_met_once_for_all_that_is_asked_of_them() -> None:
+def test_entries_that_are_none_are_part_of_the_form(way: str) -> None:
+    one, two = torch.ones(2), torch.ones(2, dtype=torch.float64)
+    reading = tensor_lists.read([one, None, two], counts=True)
+    assert reading.counts == [0, -1, 0]
+    assert not reading.is_full
+    assert reading.types == [Tensor]
+    full = tensor_lists.read([one, one, two], reading)
+    assert full.is_full
+    assert not full.lies_as(reading)
+    assert reading.has_dtypes_of(full)
+    assert full.has_dtypes_of(reading)
+    assert not reading.has_dtypes_of(tensor_lists.read([one, one, one]))
+    assert not reading.has_dtypes_of(tensor_lists.read([one, one]))
+    again = tensor_lists.read([one, None, two], full)
+    assert again == reading
+    assert tensor_lists.read([None, None]).types == []
+    with pytest.raises(RuntimeError, match="versions were not read"):
+        full.counts  # noqa: B018
+
+
+def test_a_class_that_is_gone_is_not_among_the_classes(way: str) -> None:
+    mixed = tensor_lists.read([torch.ones(1), nn.Parameter(torch.ones(1))])
+    assert mixed.types == [Tensor, nn.Parameter]
+    assert tensor_lists.read([torch.ones(1), torch.ones(1)], mixed).types == [Tensor]
+
+
+def test_gradients_are_met_once_for_all_that_is_asked_of_them(way: str) -> None:
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     for param in params:
         param.grad = torch.ones(2)
-    seen = tensor_lists.see_grads(params)
+    seen = tensor_lists.gradients(params)
     assert seen.reading.counts == [0, 0, 0]
-    assert seen.reading == tensor_lists.read(seen)
+    assert seen.reading == tensor_lists.read(seen.tensors)
     params[1].grad = None
-    assert tensor_lists.see_grads(params, seen.reading).reading is None
+    fewer = tensor_lists.gradients(params, seen.reading)
+    assert fewer.reading.counts == [0, -1, 0]
+    counted = tensor_lists.counted_gradients(params)
+    assert counted.tensors == fewer.tensors
+    assert counted.reading.has_counts_of(fewer.reading)
+    assert counted.reading.types == [Tensor]
+    assert not counted.reading.lies_as(fewer.reading), "no kernel takes it for one that was read"
+    assert not fewer.reading.lies_as(seen.reading)
+
+
+def test_rows_are_a_sequence_and_nothing_keeps_them() -> None:
+    one = torch.ones(1)
+    rows = Rows((one, None), None)
+    assert (len(rows), rows[0], rows[1:], list(rows)) == (2, one, (None,), [one, None])
+    gone = weakref.ref(rows)
+    del rows
+    assert gone() is None
 
 
 # -- what users see ----------------------------------------------------------------------------------------------------
@@ -285,13 +320,3 @@ def test_data_of_a_gradient_that_is_negated_before_the_check_counts(way: str) ->
             grad.data = torch._neg_view(grad.data)
         opt.step()
     assert [param[0].item() for param in params] == [0.0, 1.0, 0.0]
-
-
-def test_stable_entries_are_read_again_by_every_call(way: str) -> None:
-    from fp16opt.kernels import CallCache, multi_tensor_l2norm
-
-    entries, cache = StableEntries([torch.ones(4), torch.ones(4)]), CallCache()
-    for _ in range(2):
-        multi_tensor_l2norm(entries, cache=cache)
-    entries[0].data = torch.full((4,), 2.0)  # type: ignore[union-attr]
-    assert multi_tensor_l2norm(entries, cache=cache)[1].tolist() == [4.0, 2.0]

@@ -59,7 +59,7 @@ Piece random_piece(int64_t numel) {
 }
 
 struct Lists {
-    std::vector<int64_t> numels, rows;
+    std::vector<int64_t> numels;
     std::vector<int32_t> places;
     std::vector<std::vector<DType>> dtypes;
     std::vector<Bytes> memory;
@@ -70,7 +70,6 @@ struct Lists {
     Lists(int count, int lists, Choose choose) : dtypes(size_t(lists)), memory(size_t(lists)) {
         for (int i = 0; i < count; ++i) {
             numels.push_back(random_numel());
-            rows.push_back(i);
             if (below(8) != 0) places.push_back(i);
             pieces.push_back(below(2) != 0 ? random_piece(numels.back()) : Piece{0, 0, 0});
             const std::vector<DType> row = choose();
@@ -81,8 +80,8 @@ struct Lists {
         }
     }
 
-    Table table() const { return Table(numels, rows, dtypes, places); }
-    Table table_of_pieces() const { return Table(numels, rows, dtypes, places, pieces); }
+    Table table() const { return Table(numels, dtypes, places); }
+    Table table_of_pieces() const { return Table(numels, dtypes, places, pieces); }
 
     Pointers pointers(size_t list) {
         Pointers found;
@@ -198,7 +197,7 @@ void run_unscale(Lists lists, const std::vector<uint8_t>& add, int threads, Resu
 void run_lerp(const Lists& lists, int threads, Results& results) {
     for (bool from_average : {false, true}) {
         Lists own = lists;
-        const Table table(own.numels, own.rows, {own.dtypes[1], own.dtypes[0]}, own.places);
+        const Table table(own.numels, {own.dtypes[1], own.dtypes[0]}, own.places);
         lerp(table, own.pointers(1), own.pointers(0), 0.3, from_average, threads);
         take_numbers(own, 1, results);
     }
@@ -206,7 +205,7 @@ void run_lerp(const Lists& lists, int threads, Results& results) {
 
 void run_others(Lists grads, Lists mixed, Lists weights, int threads, Results& results) {
     std::vector<double> sumsq(kCount, 0.0), norm(1, 0.0), norms(kCount, 0.0);
-    const Table table(grads.numels, grads.rows, {grads.dtypes[0]}, grads.places);
+    const Table table(grads.numels, {grads.dtypes[0]}, grads.places);
     l2norm(table, grads.pointers(0), sumsq.data(), kCount, norm.data(), norms.data(), threads);
     results.take_sums(sumsq);
     results.take_sums(norm);
@@ -240,7 +239,7 @@ void run_others(Lists grads, Lists mixed, Lists weights, int threads, Results& r
         take_marked(bits, words, weights.numels[i], wide_places.data(), true, taken.data(), threads);
         results.take(wide_places);
     }
-    const Table written(weights.numels, weights.rows, {weights.dtypes[1]}, weights.places);
+    const Table written(weights.numels, {weights.dtypes[1]}, weights.places);
     sample(written, weights.pointers(1), samples.data(), threads);
     results.take(overflow);
     results.take(samples);
@@ -255,7 +254,7 @@ void run_measures(Lists grads, Lists weights, int threads, Results& results) {
     for (int32_t place : grads.places) {
         if (grads.dtypes[0][size_t(place)] != DType::wide) narrow.places.push_back(place);
     }
-    const Table table(narrow.numels, narrow.rows, {narrow.dtypes[0]}, narrow.places);
+    const Table table(narrow.numels, {narrow.dtypes[0]}, narrow.places);
     measure(table, narrow.pointers(0), numbers.data(), kCount, threads);
     results.take_sums(numbers);
 
@@ -279,7 +278,7 @@ void run_split(Lists lists, int threads, Results& results) {
     split(lists.table_of_pieces(), lists.pointers(0), lists.pointers(1), lists.pointers(2), overflow.data(), marked.marks(),
           threads);
     results.take(marked.memory);
-    const Table back(lists.numels, lists.rows, {lists.dtypes[1], lists.dtypes[2], lists.dtypes[0]}, lists.places);
+    const Table back(lists.numels, {lists.dtypes[1], lists.dtypes[2], lists.dtypes[0]}, lists.places);
     join(back, lists.pointers(1), lists.pointers(2), lists.pointers(0), threads);
     results.take(overflow);
     for (const Bytes& memory : lists.memory) results.take(memory);

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ... import kernels
-from ...kernels.calls import StableEntries
 from ...kernels.lists import same_walk
+from ...kernels.readings import Rows
 from ...kernels.steps import Factors, StepValues, run_step
 from ...scaling import LossScaler
 from ..dtensors import raw_grad, raw_grads, set_raw_grad
@@ -31,7 +31,6 @@ from ..params import ParamPair, ParamTable
 from ..progress import Progress
 from ..stage import BackwardScale, Interrupted, OverflowCheck, Verdict
 from ..state_format import StateFormat
-from ..step_state import StepState
 from ..wrapped_step import run_hooks
 from .sums import SummingState
 
@@ -230,6 +229,7 @@ class ReleasingState(SummingState):
         self._model_writes = model_writes
         self._waits = kernels.is_host(self.device)  # writes by others are looked for on the host
         self._handles: list[Any] = []
+        self._me = weakref.ref(self)
         self._release_hooks = weakref.finalize(self, _remove, self._handles)
         self._make_slots()
 
@@ -259,7 +259,7 @@ class ReleasingState(SummingState):
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def look(self) -> StableEntries:
+    def look(self) -> Rows:
         """What other code has done to gradients, of which there are none but while a backward runs.
 
         Raises:
@@ -355,7 +355,6 @@ class ReleasingState(SummingState):
         scale = BackwardScale.of(scaler)
         self.stage = Releasing(scale, Arrivals(), () if loss is None else (loss,))
         self.backwards += 1
-        StepState.newest = self._me
         return scale
 
     def arrive(self, position: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...kernels import reference
-from ...kernels.calls import StableEntries
+from ...kernels.readings import Rows
 from ...scaling import LossScaler
 from .. import errors
 from ..dtensors import local, raw_grad, raw_grads, set_raw_grad
@@ -87,7 +87,7 @@ class SummingState(StepState):
         made: Summed = self.stage
         return made
 
-    def _look_at_sums(self, stage: Summed, grads: StableEntries) -> StableEntries:
+    def _look_at_sums(self, stage: Summed, grads: Rows) -> Rows:
         """:meth:`look`: fold the last backward, with the user's edits; notice edits of the sums."""
         if stage.pending:
             if self._any_there(grads) or self._is_there(self.params.masters):
@@ -213,7 +213,7 @@ def _fold(each: DeviceGradients, inv_scale: Tensor) -> None:
     each.stats.nonfinite.zero_()  # of earlier ones, which are in the flags of sums
     each.stats.found_inf.zero_()
     each.stats.touched = True
-    waiting = each.collect(raw_grads(each.models), inv_scale)
+    waiting, _ = each.collect(raw_grads(each.models), inv_scale)
     before = raw_grads(each.masters)
     ins, count = list(waiting.grads), len(before)
     places: list[Tensor | None] = [None] * count  # what goes into .grad
