@@ -1,10 +1,8 @@
-"""What is refused, with which words, and what the cache of a call site notices."""
+"""What is refused, with which words."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -256,114 +254,6 @@ class Site:
 @pytest.fixture
 def site(level: str) -> Site:
     return Site()
-
-
-def test_table_is_kept_while_nothing_but_addresses_changes(site: Site) -> None:
-    first = site.cache.rebuilds
-    assert site.check() == first
-    site.grads = [None if g is None else g.clone() + 1 for g in site.grads]
-    site.outs[1].data = torch.full((3, 4), 9.0)
-    assert site.check() == first
-    with torch.inference_mode():
-        assert multi_tensor_l2norm(site.outs)[0] > 0
-    assert site.check() == first
-
-
-def test_table_notices_data_of_another_place_shape_stride_or_dtype(site: Site) -> None:
-    built = site.cache.rebuilds
-    grad, out = site.grads[1], site.outs[1]
-    assert grad is not None
-    changes: list[Callable[[], None]] = [
-        lambda: setattr(grad, "data", grad.data.bfloat16()),
-        lambda: setattr(grad, "data", grad.data.view(torch.float16)),  # the same address, read as another type
-        lambda: setattr(out, "data", out.data.t().contiguous().t()),
-        lambda: setattr(grad, "data", grad.data.t().contiguous().t()),
-        lambda: (setattr(grad, "data", torch.ones(2, 6).half()), setattr(out, "data", torch.ones(2, 6)))[0],
-        lambda: (setattr(grad, "data", grad.data.view(6, 2)), setattr(out, "data", out.data.view(6, 2)))[0],
-    ]
-    for change in changes:
-        change()
-        found = site.check()
-        assert found > built
-        built = found
-
-
-def test_table_notices_what_became_none_or_sparse_or_strided(site: Site) -> None:
-    built = site.cache.rebuilds
-    site.grads[0] = None
-    assert site.check() == built + 1
-    site.grads[0] = torch.ones(3, 8).half()[:, ::2]
-    assert site.check() > built + 1
-    site.grads[0] = torch.ones(3, 1).half().expand(3, 4)
-    site.check()
-    site.grads[0] = torch.ones(3, 4).half()
-    site.check()
-    site.grads[0] = torch.ones(3, 4).half().to_sparse()
-    with pytest.raises(TypeError, match=r"grads\[0\] must be a dense tensor"):
-        site.check()
-    site.grads[0] = 3.0  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match=r"grads\[0\] must be a tensor or None, got float"):
-        site.check()
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
-def test_lazily_negated_values_are_read_with_their_sign(level: str, dtype: torch.dtype) -> None:
-    """A call site knows a plain tensor, and gets a negated one of one element in its place."""
-    table, stats = CallCache(), GradStats.allocate(1, "cpu")
-    numbers = torch.tensor([1.0 + 0.5j, 2.0 + 3.0j]).to(dtype)
-    out = torch.zeros(1, dtype=torch.float64 if dtype == torch.complex128 else torch.float32)
-    for number in (numbers[1:], numbers[:1].conj(), numbers[1:].conj(), numbers[:1]):
-        multi_tensor_unscale([number.imag], [out], ONE, stats, cache=table)
-        assert out.item() == number.imag.item()
-        multi_tensor_unscale([number.real], [out], ONE, stats, cache=table)
-        assert out.item() == number.real.item()
-
-
-def test_another_place_that_is_none_moves_the_statistics(level: str) -> None:
-    table = CallCache()
-    assert multi_tensor_l2norm([None, torch.ones(4)], cache=table)[1].tolist() == [0.0, 2.0]
-    assert multi_tensor_l2norm([torch.ones(4), None], cache=table)[1].tolist() == [2.0, 0.0]
-
-
-class Wrapper(Tensor):
-    """A tensor without memory of its own, as DTensor and others are: operations go to the one inside."""
-
-    held: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapper:
-        made = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
-        made.held = inner
-        return made  # type: ignore[no-any-return]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inside = [a.held if isinstance(a, Wrapper) else a for a in args]
-        return func(*inside, **(kwargs or {}))
-
-
-def test_tensors_without_memory_are_never_read_as_memory(level: str) -> None:
-    table, plain = CallCache(), torch.full((4,), 3.0)
-    for tensor in (plain, Wrapper(plain + 1), plain, Wrapper(plain + 1)):
-        values = getattr(tensor, "held", tensor)
-        assert multi_tensor_l2norm([tensor], cache=table)[0].item() == 2 * values[0].item()
-
-
-def test_a_table_may_serve_another_operation_and_other_lists(level: str) -> None:
-    table = CallCache()
-    assert multi_tensor_l2norm([torch.ones(4)], cache=table)[0].item() == 2.0
-    tensors = [torch.ones(9), torch.ones(7)]
-    multi_tensor_scale(tensors, torch.tensor(0.5), cache=table)
-    assert multi_tensor_l2norm(tensors, cache=table)[0].item() == 2.0
-
-
-def test_tables_copy_and_pickle_as_empty() -> None:
-    table = CallCache()
-    multi_tensor_l2norm([torch.ones(4)], cache=table)
-    assert repr(table) == "CallCache(multi_tensor_l2norm, 1 entries)"
-    for twin in (copy.deepcopy(table), copy.copy(table), pickle.loads(pickle.dumps(table))):
-        assert repr(twin) == "CallCache(empty)"
 
 
 def test_backend_per_device(level: str) -> None:
