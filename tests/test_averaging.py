@@ -58,6 +58,13 @@ def train(net: nn.Module, opt: MixedPrecisionOptimizer, numbers: range) -> None:
         opt.step()
 
 
+def follow(net: nn.Module, opt: MixedPrecisionOptimizer, averaged: AveragedMasters, numbers: range) -> None:
+    """Steps, and an update after each."""
+    for number in numbers:
+        train(net, opt, range(number, number + 1))
+        averaged.update()
+
+
 def make(dtype: torch.dtype = torch.float16, inner: Any = AdamW, **options: Any) -> tuple[Net, MixedPrecisionOptimizer]:
     net = Net(dtype, torch.float32 if options.get("master_weights") == "split" else torch.float64)
     return net, MixedPrecisionOptimizer(inner(net.parameters(), lr=0.05), **options)
@@ -186,9 +193,7 @@ def test_swap_puts_averages_into_the_model_and_weights_back(
     net, opt = make(dtype, **WAYS[way])
     other, theirs = make(dtype, **WAYS[way])
     averaged = AveragedMasters(net, opt, ema(0.9))
-    for number in range(4):
-        train(net, opt, range(number, number + 1))
-        averaged.update()
+    follow(net, opt, averaged, range(4))
     train(other, theirs, range(4))
     before = bits(net)
     for _ in range(2):
@@ -259,9 +264,7 @@ register_fused_step(Switched, "adamw", same)
 def test_what_trains_saves_or_loads_raises_inside_and_changes_nothing(call: str, way: str) -> None:
     net, opt = make(**WAYS[way], inner=Switched if call == "eval" else AdamW)
     averaged = AveragedMasters(net, opt, ema(0.9))
-    for number in range(2):
-        train(net, opt, range(number, number + 1))
-        averaged.update()
+    follow(net, opt, averaged, range(2))
     before, values = bits(net.eval()), masters(net, opt)
     with averaged.swap():
         inside = bits(net)
@@ -336,9 +339,7 @@ def test_a_resumed_average_goes_on_bit_for_bit() -> None:
     opt2.load_state_dict(saved["opt"])
     averaged2.load_state_dict(saved["averages"])
     kept = saved["averages"]["module.a.weight"].clone()
-    for number in range(3, 6):
-        train(net2, opt2, range(number, number + 1))
-        averaged2.update()
+    follow(net2, opt2, averaged2, range(3, 6))
     assert torch.equal(saved["averages"]["module.a.weight"], kept)  # training does not edit the caller's dict
     mine, theirs = averaged2.state_dict(), averaged.state_dict()
     assert mine.keys() == theirs.keys()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import StepLR
 
 import fp16opt.distributed
 from fp16opt import AveragedMasters, MixedPrecisionOptimizer, amp, ema, optimizer_state
@@ -96,16 +95,6 @@ def clamps_split_masters() -> None:
     assert float(next(opt.master_params()).abs().max()) <= 0.25
 
 
-def wraps_on_meta() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(4, 2)
-    with pytest.raises(ValueError, match=r"group 0, param 0.*meta device"):
-        MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1))
-    model.to_empty(device="cpu")
-    model.reset_parameters()
-    MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1))
-
-
 def clamps_through_data() -> None:
     for clamps in (False, True):
         weight = nn.Parameter(torch.ones(2).half())
@@ -145,26 +134,11 @@ def sets_gradients() -> None:
                 opt.step()
 
 
-def holds_gradients() -> None:
-    with pytest.raises(ValueError, match='gradient_release="held" was removed'):
-        make(gradient_release="held")
-
-
 def converts() -> None:
     model, opt = make()
     model.float()
     with pytest.raises(RuntimeError, match=r"group 0, param 0.*had dtype torch\.float16"):
         opt.step()
-
-
-def loads_the_model(caplog: pytest.LogCaptureFixture) -> None:
-    model, opt = make(loss_scale=1.0)
-    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
-    opt.backward(0.0 * loss_of(model))
-    with caplog.at_level(logging.WARNING, "fp16opt"):
-        opt.step()
-    assert len(caplog.records) == 1
-    assert not any(bool(master.any()) for master in opt.master_params())
 
 
 def _unscaled_step(weight: nn.Parameter, opt: MixedPrecisionOptimizer) -> None:
@@ -253,17 +227,6 @@ def loads_into_a_plain_optimizer() -> None:
     assert plain.param_groups[0]["lr"] == 0.1
 
 
-def schedules() -> None:
-    model = nn.Linear(4, 2).half()
-    optimizer = SGD(model.parameters(), lr=0.5)
-    scheduler = StepLR(optimizer, 1, gamma=0.5)
-    opt = MixedPrecisionOptimizer(optimizer)
-    opt.backward(loss_of(model))
-    opt.step()
-    scheduler.step()
-    assert opt.param_groups[0]["lr"] == 0.25
-
-
 def clips_the_model_under_amp() -> None:
     for level in ("O0", "O1", "O2", "O3"):
         for of_model in (True, False):
@@ -297,7 +260,7 @@ ROWS: dict[str, Callable[..., None] | str] = {
     "`loss = opt.scale_loss(loss)`": clears_between,
     "`scaler.scale(loss).backward()`": "contract/test_under_grad_scaler.py",
     "`scaler.step(optimizer)`": "grad_scaler/test_gradients.py",
-    "`clip_grad_norm_(model.parameters(), 1.0)`, or": "contract/test_update_master_grads.py",
+    "`clip_grad_norm_(model.parameters(), 1.0)`, or": "contract/test_step.py",
     "`clip_grad_norm_(model.parameters(), 1.0)`, `p.grad *= 0.25`": "contract/test_folded.py",
     "`p.grad` of the model": reads_the_model_s,
     "`p` of `opt.param_groups`": looks_for_the_model_s,
@@ -315,10 +278,10 @@ ROWS: dict[str, Callable[..., None] | str] = {
     "calls of `opt.step`": "contract/test_under_grad_scaler.py",
     "`optimizer.step()`": "engine/test_wrapped_guard.py",
     "`opt.step(closure)`": "contract/test_closures.py",
-    '`gradient_release="held"`': holds_gradients,
-    "a model made under": wraps_on_meta,
+    '`gradient_release="held"`': "fused/test_gradient_release.py",
+    "a model made under": "contract/test_construction.py",
     "`model.half()`": converts,
-    "`model.load_state_dict": loads_the_model,
+    "`model.load_state_dict": "engine/test_model_write.py",
     "`p.data.clamp_": clamps_data,
     "`p.clamp_(-c, c)`": clamps_split_masters,
     "`p.mul_(0.5)`": "contract/test_written_masters.py",
@@ -330,7 +293,7 @@ ROWS: dict[str, Callable[..., None] | str] = {
     "`scale_before": "contract/test_step.py",
     "`AveragedModel(model)`": "test_averaging.py",
     "`averaged.swap()`": swaps_before_an_update,
-    "`scheduler": schedules,
+    "`scheduler": "contract/test_wrapped_optimizer.py",
     "`clip_grad_norm_(model.parameters(), 1.0)` after apex": clips_the_model_under_amp,
     "`from apex": imports_apex,
 }

@@ -117,27 +117,3 @@ def test_what_has_the_same_bits_in_memory_has_the_same_digest(level: str) -> Non
     assert digest(values.t()) == digest(values)
     assert digest(values.bfloat16().view(torch.float16)) == digest(values.bfloat16())
     assert digest(values.repeat_interleave(2, 1)[:, ::2]) == digest(values)
-
-
-HALVES = [torch.ones(2).half()]
-
-
-@pytest.mark.cells("each")
-@pytest.mark.parametrize(
-    ("error", "match", "call"),
-    [
-        (TypeError, r"wants float16 or bfloat16, got tensors\[0\] int32",
-         lambda: multi_tensor_sample([torch.ones(2).int()], torch.zeros(1).long())),
-        (ValueError, r"samples must be contiguous with 1 element\(s\), got shape \(2,\)",
-         lambda: multi_tensor_sample(HALVES, torch.zeros(2).long())),
-        (ValueError, "samples must be on cpu like the tensors of the call, got meta",
-         lambda: multi_tensor_sample(HALVES, torch.zeros(1).long().to("meta"))),
-        (TypeError, "samples must be a tensor, got list",
-         lambda: multi_tensor_sample(HALVES, [0])),  # type: ignore[arg-type]
-        (TypeError, r"tensors\[0\] must be a tensor or None, got float",
-         lambda: multi_tensor_sample([1.0], torch.zeros(1).long())),  # type: ignore[list-item]
-    ],
-)  # fmt: skip
-def test_refused(level: str, error: type[Exception], match: str, call: Callable[[], object]) -> None:
-    with pytest.raises(error, match="multi_tensor_sample: .*" + match):
-        call()
