@@ -278,18 +278,6 @@ def test_it_is_the_same_on_another_default_device_and_in_inference_mode(make: An
         assert certify(make).checks == wanted.checks
 
 
-def test_hooks_of_all_optimizers_do_not_hear_of_it() -> None:
-    heard: list[object] = []
-    handle = register_optimizer_step_pre_hook(lambda *args: heard.append(args))
-    try:
-        certify(Right)
-        assert heard == []
-        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
-        assert len(heard) == 1
-    finally:
-        handle.remove()
-
-
 def test_quantised_state_is_told() -> None:
     assert "codes" in certify(Quantised).checks["fp32_state"].detail
 
@@ -333,15 +321,6 @@ def test_random_state_settings_and_arguments_are_left_as_they_were() -> None:
     assert random.getstate() == other
     assert torch.are_deterministic_algorithms_enabled() is deterministic is False
     assert torch.utils.deterministic.fill_uninitialized_memory is fills
-
-
-def test_it_is_the_same_under_another_default_dtype() -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        report = certify(lambda params: torch.optim.AdamW(params, lr=0.01))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert report.ok, report
 
 
 @pytest.mark.parametrize("case", params_of(CASES))

@@ -8,8 +8,6 @@ import json
 import os
 import pickle
 import random
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fp16opt.optim
 from fp16opt import MixedPrecisionOptimizer, WeightDelta
 from fp16opt import kernels as k
 
@@ -230,17 +227,6 @@ def test_a_delta_has_what_changed_and_no_more() -> None:
     assert opt.take_delta(model).num_changed == 0
 
 
-def test_an_overflow_leaves_an_empty_delta() -> None:
-    model, _, opt = pair()
-    model.eval()
-    step(model, opt)
-    opt.take_delta(model)
-    step(model, opt, overflows=True)
-    delta = opt.take_delta(model)
-    assert (delta.names(), delta.num_changed, delta.sequence) == ([], 0, 2)
-    assert delta.nbytes < 4000
-
-
 def test_the_first_delta_goes_from_the_model_as_it_was_wrapped() -> None:
     model, sampler, opt = pair()
     model.norm.running_mean += 1
@@ -312,15 +298,6 @@ def test_a_fresh_wrapper_begins_anew() -> None:
 
 
 # -- where a delta is applied ------------------------------------------------------------------------------------------
-
-
-def test_a_state_dict_is_written_too() -> None:
-    model, sampler, opt = pair()
-    state = {name: value.clone() for name, value in sampler.state_dict().items()}
-    step(model, opt)
-    opt.take_delta(model).apply_(state)
-    assert_equal(model, state)
-    assert_equal(model, {**state, "b.weight": state["tied.weight"]})
 
 
 def test_a_wrong_model_is_refused_unchanged() -> None:
@@ -632,32 +609,6 @@ def test_the_safetensors_package_reads_it(tmp_path: Path) -> None:
     assert tensors["places:a.weight"].dtype in (torch.int32, torch.uint8) if "places:a.weight" in tensors else True
 
 
-def test_through_a_pipe_to_another_process() -> None:
-    """The sampler is another process, which loads one delta after the other as they come."""
-    program = """
-import sys, torch, fp16opt
-sys.path.insert(0, sys.argv[1])
-from test_deltas import Net, HALF
-model = Net(HALF)
-for _ in range(3):
-    fp16opt.WeightDelta.load(sys.stdin.buffer).apply_(model)
-torch.save(model.state_dict(), sys.stdout.buffer)
-"""
-    model, _, opt = pair()
-    here = str(Path(__file__).parent)
-    with subprocess.Popen(
-        [sys.executable, "-c", program, here], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        for _ in range(3):
-            step(model, opt)
-            opt.take_delta(model).save(child.stdin)
-        child.stdin.close()
-        state = torch.load(io.BytesIO(child.stdout.read()))
-    assert_equal(model, state)
-
-
 # -- what is refused, and what it costs --------------------------------------------------------------------------------
 
 
@@ -728,16 +679,6 @@ def test_memory_counts_one_bit_a_parameter() -> None:
         for tracks in (False, True)
     ]
     assert 0.125 <= (kept[1] - kept[0]) / 2e6 <= 0.126
-
-
-def test_classes_by_path_track_too() -> None:
-    model = nn.Linear(4, 4, dtype=HALF)
-    sampler = copy.deepcopy(model)
-    opt = fp16opt.optim.AdamW(model.named_parameters(), track_changes=True)
-    opt.backward(model(torch.ones(1, 4, dtype=HALF)).float().sum())
-    opt.step()
-    opt.take_delta(model).apply_(sampler)
-    assert_equal(model, sampler)
 
 
 def test_float8_and_bool_buffers() -> None:

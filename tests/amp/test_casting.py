@@ -555,38 +555,6 @@ def test_other_threads_are_left_alone(casts: Any) -> None:
     assert found == [FULL, HALF]
 
 
-def test_the_steps_of_optimizers_do_not_cast() -> None:
-    class Nosy(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            self.seen = torch.mm(X, X.t()).dtype
-            return super().step(closure)
-
-    model = net()
-    optimizer = Nosy(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    train(model, optimizer, 1)
-    assert optimizer.seen == FULL
-
-
-def test_a_cast_model_runs_without_casts_beside_an_o1_model() -> None:
-    made("O1")
-
-    class Nosy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.softmax(self.lin(x), 1)
-
-    for level, inside in (("O0", FULL), ("O2", HALF)):
-        model = amp.initialize(Nosy(), opt_level=level, cast_model_outputs=torch.float64, verbosity=0)
-        seen = []
-        model.lin.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out.dtype))
-        model(X)
-        assert seen == [inside]
-
-
 def test_the_lists_are_in_force_and_can_be_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
     for lists in (functional_overrides, torch_overrides, tensor_overrides):
         for name in (*lists.FP16_FUNCS, *lists.FP32_FUNCS, *getattr(lists, "CASTS", ())):
@@ -594,11 +562,3 @@ def test_the_lists_are_in_force_and_can_be_added_to(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(functional_overrides, "FP32_FUNCS", [*functional_overrides.FP32_FUNCS, "relu"])
     casts_on()
     assert F.relu(torch.ones(1).half()).dtype == FULL
-
-
-def test_casts_are_logged_at_verbosity_2(caplog: pytest.LogCaptureFixture) -> None:
-    model = net()
-    with caplog.at_level("INFO", logger="fp16opt.amp"):
-        amp.initialize(model, opt_level="O1", verbosity=2)
-        F.softmax(torch.ones(2).half(), 0)
-    assert "softmax casts its inputs" in caplog.text

@@ -257,7 +257,6 @@ def test_a_thread_writes_the_bits_of_the_cpu(executed: dict[str, list[ptx_cases.
     assert {one.name: one.other for one in executed[name]} == {one.name: 0 for one in executed[name]}
 
 
-@pytest.mark.parametrize("name", [name for name, (_, stores) in WIDE.items() if stores])
 def machine_of(compiled: Compiled, folder: Path) -> ptx_machine.Machine:
     """What executes whole grids, as a card would."""
     texts = {name: compiled.kernels[kernel.functor.name] for name, kernel in KERNELS.items()}

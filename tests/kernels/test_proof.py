@@ -31,10 +31,8 @@ from fp16opt.kernels import (
     multi_tensor_cast,
     multi_tensor_check,
     multi_tensor_scale,
-    native,
     planted,
     proof,
-    verdicts,
 )
 from fp16opt.kernels.changed import ChangedBits
 from fp16opt.kernels.cuda_rows import FIRST, KERNELS
@@ -288,22 +286,6 @@ def test_without_a_folder_each_process_proves(prover: Prover, folder: Path, capl
     assert "can be written by others" in caplog.text
 
 
-def test_a_kept_verdict_costs_little(prover: Prover) -> None:
-    first = Verdicts(0, AROUND)
-    for name in KERNELS:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            first.trusts(name, never)
-    took = []
-    for _ in range(20):
-        began = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            Verdicts(0, AROUND)
-        took.append(time.perf_counter() - began)
-    assert min(took) < 1e-3
-
-
 # -- on a card ---------------------------------------------------------------------------------------------------------
 
 
@@ -544,13 +526,6 @@ def test_notes_lie_beside_the_kernels_and_are_no_kernels(folder: Path) -> None:
     assert cubin_cache.load_notes("0123456789abcdef-x.proof") == b"words"
     assert cubin_cache.load_notes("0123456789abcdef-y.proof") is None
     assert cubin_cache.names() == []
-
-
-def test_compiled_code_of_the_cpu_needs_no_proof() -> None:
-    assert native.trusts(None, None)  # type: ignore[arg-type]
-    assert cuda.trusted("adam", torch.device("cpu")), "where there is no card there is nothing to prove"
-    with proof.proving():
-        assert Verdicts.trusts(Verdicts.__new__(Verdicts), "adam", never), "the proof's own launches"
 
 
 def test_what_is_missing_is_compiled_before_the_first_use(
