@@ -98,8 +98,8 @@ class Plan:
             raise ValueError(f"release: {self.release!r} is for one rank, got shard={self.shard!r}. Use 'no'.")
         if not self.fused_step and self._needs_one_pass:
             raise ValueError(
-                "fused_step: 8-bit state, 'split24' and released gradients are forms of the one-pass step, got False. "
-                "Use True."
+                "fused_step: 8-bit state, split masters and released gradients are forms of the one-pass step, got "
+                "False. Use True."
             )
 
     @property
@@ -108,17 +108,13 @@ class Plan:
         return self.params / self.ranks if self.shard in ("zero", "fsdp2") else self.params
 
     @property
-    def _is_split(self) -> bool:
-        return self.masters != "full"
-
-    @property
     def _needs_one_pass(self) -> bool:
-        return self.masters == "split24" or self.state == "8bit" or self.release != "no"
+        return self.masters != "full" or self.state == "8bit" or self.release != "no"
 
     @property
     def _in_one_pass(self) -> bool:
         """Whether gradients wait in 16 bits for a one-pass step: else FP32 ones are made, which torch steps with."""
-        return self._is_split or self._needs_one_pass or self.fused_step
+        return self._needs_one_pass or self.fused_step
 
     @property
     def _state_bytes(self) -> float:
