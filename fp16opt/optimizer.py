@@ -33,7 +33,7 @@ from .engine.diagnostics import (
 )
 from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec
-from .engine.fused_step import FusedStep
+from .engine.fused_step import FusedStep, check_one_pass
 from .engine.gradients import StepState
 from .engine.look import Look
 from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
@@ -42,12 +42,11 @@ from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.changes import Changes, require_tensors
 from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
-from .engine.modes.compatibility import check_groups, check_new_group, check_optimizer, make_state_format
-from .engine.modes.release import PerParameterStepper, ReleasedStep, ReleasingState
+from .engine.modes.release import PerParameterStepper, ReleasedStep, ReleasingState, check_release
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
 from .engine.outcome import Outcome, read_at_once
-from .engine.params import HALF_DTYPES, ParamTable, StateByParam
+from .engine.params import HALF_DTYPES, ParamTable, StateByParam, labelled
 from .engine.passes import Gradients
 from .engine.ranks import Digest, Facts
 from .engine.schema import is_ours
@@ -222,7 +221,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         self._may_lack_scale = self.scaler.is_default
         part = parallel.part_of(optimizer)
-        check_optimizer(self.config, part, self.scaler, self._names, part is not optimizer)
+        if gradient_release:
+            check_release(part, self.scaler, part is not optimizer)
+        self._check_new(part)
         self.optimizer = optimizer
         self.master_weights = master_weights
         self.grad_accumulation = grad_accumulation
@@ -235,6 +236,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
         self.way_to_scale = self._way_to_scale()
+
+    def _check_new(self, optimizer: Optimizer) -> None:
+        """Raise ``ValueError`` where an optimizer that is about to be wrapped does not go with the arguments."""
+        self._state_format = state8.make_state_format(self.config.optimizer_state, type(optimizer))
+        groups = optimizer.param_groups
+        check_one_pass(self.config, optimizer, self._state_format, groups, self._names, is_new=True)
+        if self.config.optimizer_state == "8bit":
+            state8.check_moments(optimizer.state_dict(), [name for name, _ in labelled(groups, self._names)])
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         kinds: dict[str, Callable[[], Masters]] = {
@@ -263,7 +272,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Make the components that hold gradients. A copy or pickle is made without them, and makes its own here."""
         me = weakref.ref(self)
         self._guard = WrappedOptimizerGuard(self.optimizer)
-        self._state_format = make_state_format(self.config, self.inner)
         facts = _weakly(me, MixedPrecisionOptimizer._facts, Facts([], []))
         round_down = _weakly(me, MixedPrecisionOptimizer._round_all, None)
         ranks = parallel.ranks_of(self.optimizer, self.params, self._names, facts, round_down)
@@ -274,7 +282,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._stepper: Stepper
         if self.gradient_release:
             stepped = self.params, self.masters, self._state_format, self.outcome.number
-            one = PerParameterStepper(require_fused_spec(type(self.optimizer)), self.optimizer, *stepped)
+            one = PerParameterStepper(self.optimizer, *stepped)
             self.step_state = ReleasingState(*parts, stepper=one, model_writes=self.model_writes)
             self._stepper = ReleasedStep(self.optimizer)
         else:
@@ -285,16 +293,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _make_stepper(self) -> Stepper:
         parts = self.params, self.masters, self.step_state
-        if self.config.required_by:
-            require_fused_spec(type(self.inner))
-        spec = fused_spec_for(type(self.inner)) if self.fused_step else None
         why = no_fused_step(type(self.inner)) if self.fused_step else "fused_step=False"
         general = WrappedStep(self.optimizer, self.params, self.masters, why, self.inner)
-        if spec is None:
+        if not self.fused_step or self._state_format.spec is None:
             return general
-        form = self._state_format, self.config.required_by, self.outcome.number
+        form = self._state_format, self.outcome.number
         run = parallel.run_hooks_of(self.optimizer, self.model_writes.round_written)
-        return FusedStep(self.fused_step, spec, self.inner, *parts, *form, general, run, self.lines)
+        return FusedStep(self.config, self.inner, *parts, *form, general, run, self.lines)
 
     def _adopt(self, model: Tensor) -> tuple[Tensor, bool]:
         """The master of a parameter, with the optimizer state that the parameter had, in FP32 where it was in 16 bits.
@@ -402,6 +407,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
         self._names = {}
+        if self.config.required_by:
+            require_fused_spec(type(self.inner))
+        self._state_format = state8.make_state_format(self.optimizer_state, type(self.inner))
         self.model_writes.count_anew()
         self._compose()
         make_hook_tables(self, self.optimizer)
@@ -425,7 +433,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         names = {**self._names, **names}
         new = {**group, "params": params}
         self.params.check_new_group(new, number, names)
-        check_new_group(self.config, self.optimizer, new, number, names)
+        check_one_pass(self.config, self.inner, self._state_format, [{**self.defaults, **new}], names, number)
         self.optimizer.add_param_group(group)
         self._names = names
         self._begin("add_param_group")
@@ -501,7 +509,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Parameters were added, removed, replaced or reordered."""
         if not gives_up:
             self.step_state.require_open()
-        self._check_groups(groups)
+        models = {id(pair.master): pair.model for pair in self.params.all}
+        asked = [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
+        check_one_pass(self.config, self.inner, self._state_format, asked, self._names)
         before = {id(pair): position for position, pair in enumerate(self.params.all)}
         gone = self.params.sync(groups, self._names, self._adopt)
         unmark([pair.model for pair in gone])
@@ -509,12 +519,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.inner.state.pop(pair.master, None)
         convert_attributes(self.inner, self.params, self.lines)
         self._params_changed([before.get(id(pair)) for pair in self.params.all])
-
-    def _check_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Raise where parameters or settings that came can't be served."""
-        models = {id(pair.master): pair.model for pair in self.params.all}
-        asked = [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
-        check_groups(self.config, self.optimizer, asked, 0, self._names)
 
     def _params_changed(self, came_from: list[int | None], is_thaw: bool = False) -> None:
         """Parameters came, went or moved; arguments as for :meth:`.StepState.follow_params`."""
@@ -1297,7 +1301,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             {**here, **told, "params": [pair.model for pair in self.params.all if pair.group == number]}
             for number, (here, told) in enumerate(zip(self.inner.param_groups, saved, strict=False))
         ]
-        check_groups(self.config, self.optimizer, groups, 0, self._names)
+        check_one_pass(self.config, self.inner, self._state_format, groups, self._names)
 
     def _plan(self, state_dict: Any, masters: list[Tensor | None]) -> checkpoint.LoadPlan:
         return checkpoint.plan_load(

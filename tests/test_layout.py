@@ -60,7 +60,6 @@ ENGINE = [
     "modes/state8",
     "modes/release",
     "modes/closures",
-    "modes/compatibility",
 ]
 
 # Rooms below the faces, and the other rooms that each may import. Rooms that are not listed are faces and

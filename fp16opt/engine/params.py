@@ -292,7 +292,7 @@ class ParamTable:
                     f"group {number}, param {index}{quoted(name_of(group, index, param, names))}: this parameter is in "
                     "the optimizer already. Leave it out."
                 )
-        check_apart([(pair.name, pair.model) for pair in self.all] + _labelled([group], names, number))
+        check_apart([(pair.name, pair.model) for pair in self.all] + labelled([group], names, number))
 
     def changed(self) -> None:
         """Optimizer state or masters were replaced: no plan that was made of them holds."""
@@ -464,7 +464,7 @@ def numbered(group: int, index: int) -> str:
     return f"group {group}, param {index}"
 
 
-def _labelled(groups: list[dict[str, Any]], names: dict[int, str], first: int = 0) -> list[tuple[str, Tensor]]:
+def labelled(groups: list[dict[str, Any]], names: dict[int, str], first: int = 0) -> list[tuple[str, Tensor]]:
     """(what a message calls it, the parameter) for all of some groups, of which the first has the number ``first``."""
     return [
         (name_of(group, index, param, names) or numbered(number, index), param)

@@ -33,6 +33,7 @@ from fp16opt.kernels import (
     multi_tensor_scale,
     planted,
     proof,
+    verdicts,
 )
 from fp16opt.kernels.changed import ChangedBits
 from fp16opt.kernels.cuda_rows import FIRST, KERNELS

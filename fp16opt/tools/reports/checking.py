@@ -444,8 +444,8 @@ class Checking:
         how_many = (
             f"of the updates are too small for 16-bit weights, and are lost: most in {shares_in_words(bad)}."
             if bad
-            else "of these updates are lost, as 16-bit weights train without masters, and more later on, as the learning "
-            "rate and the gradients fall."
+            else "of these updates are lost, as 16-bit weights train without masters, and more later on, as the "
+            "learning rate and the gradients fall."
         )
         self._find(
             "lost_updates",
@@ -458,7 +458,7 @@ class Checking:
         )
 
     def _keeps_what_is_lost(self, optimizer: Optimizer) -> str:
-        """The setting by which an optimizer keeps updates that its 16-bit weights can't hold; "" where there is none."""
+        """The setting by which an optimizer keeps updates that 16-bit weights can't hold; "" where there is none."""
         settings = {**vars(optimizer), **optimizer.param_groups[0]}
         keeps = (name for name, value in settings.items() if ("kahan" in name or "stochastic" in name) and value)
         return next(keeps, "")
