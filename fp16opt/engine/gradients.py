@@ -78,7 +78,7 @@ class StepState(abc.ABC):
         self.ranks = ranks
         self.replicas = Replicas()
         self.backwards = 0
-        self.stage: Any = Ready()
+        self.stage: Any = Ready(backwards=LossScaler.backwards)
         self.step: Step | None = None
         self.own_scaler = own_scaler
         self._units = UnitScales()
@@ -269,7 +269,7 @@ class StepState(abc.ABC):
         losses = self.losses if loss is None else (*self.losses, loss)
         self.stage = Scaled(scale, None, losses, left_over, sums, may_be_cleared=may_clear)
         self.backwards += 1
-        scaler.backwards += 1
+        scaler.begin_backward()
         return scale
 
     def _left_over(self, stage: Ready, look: Look, scaler: LossScaler, may_clear: bool) -> GradientStamp | None:
@@ -492,8 +492,10 @@ class StepState(abc.ABC):
         """The door: take the model's gradients as they are now, from any writer, and write true ones to masters."""
         self._end_empty()
         scaler, stage = self.own_scaler(), self.stage
-        # Another optimizer's backward with this scaler may have made them; one with another scaler tells no scale.
-        is_known = type(stage) is Ready and scaler.backwards != stage.backwards
+        # The user has, or another optimizer's backward with this scaler; one with another scaler tells no scale.
+        is_known = type(stage) is Ready and (
+            scaler.last_backward > stage.backwards or LossScaler.backwards == stage.backwards
+        )
         self.take_external(look, scaler if is_known else None)
         if type(self.stage) in (Ready, Interrupted) or self.is_to_fold or self.is_sum:
             self.see(look)
@@ -698,7 +700,7 @@ class StepState(abc.ABC):
         if stamp is None:
             stamp = GradientStamp.of(self.params.models)
         holds_true = type(stage) is Unscaled and keeps_true
-        self.stage = Ready(stamp, zeros is not None, holds_true, self.own_scaler().backwards)
+        self.stage = Ready(stamp, zeros is not None, holds_true, LossScaler.backwards)
 
     def given_up(self) -> Check | None:
         """What a call of the user's has found in gradients that are given up now.
@@ -729,4 +731,4 @@ class StepState(abc.ABC):
             return
         self.gradients.release()
         zeros = None if set_to_none else GradientStamp.of(self.params.models)
-        self.stage = Ready(zeros, zeros is not None, False, self.own_scaler().backwards)
+        self.stage = Ready(zeros, zeros is not None, False, LossScaler.backwards)

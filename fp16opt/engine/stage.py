@@ -282,7 +282,7 @@ class Ready(NamedTuple):
         stamp: of gradients that a step has used, or that were made zeros of.
         are_zeros: the latter.
         holds_true: whether masters may still hold gradients of the step before, to be read.
-        backwards: how many had begun with the own scaler, of any optimizer.
+        backwards: how many had begun by then, with any scaler.
     """
 
     stamp: GradientStamp | None = None

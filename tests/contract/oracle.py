@@ -762,9 +762,7 @@ class Oracle:
             return
         if self.driven_by or self._are_zeros() or any(p.is_used for p in there):
             raise Unspecified
-        if not self.scale.is_one:
-            raise Refused("plain")
-        self._unscale(1.0)
+        self._unscale(self.scale.value)
 
     # -- clips ---------------------------------------------------------------------------------------------------------
 
@@ -1249,7 +1247,7 @@ class SummingOracle(Oracle):
         if isinstance(self.stage, Checked) and (self.stage.closed or there):
             raise Unspecified
         if isinstance(self.stage, Ready) and there:
-            if any(p.is_used for p in self.with_grad()) or not self.scale.is_one:
+            if any(p.is_used for p in self.with_grad()):
                 raise Unspecified
             self._begin_anew()
             self.heard, self.pending = {}, self.scale

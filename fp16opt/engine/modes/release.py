@@ -369,7 +369,7 @@ class ReleasingState(SummingState):
         scale = BackwardScale.of(scaler)
         self.stage = Releasing(scale, Arrivals(), () if loss is None else (loss,))
         self.backwards += 1
-        scaler.backwards += 1
+        scaler.begin_backward()
         return scale
 
     def arrive(self, position: int) -> None:
