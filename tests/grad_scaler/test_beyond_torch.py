@@ -54,6 +54,15 @@ def test_one_optimizer_without_gradients_beside_one_with() -> None:
     assert scaler.get_scale() == 512.0
 
 
+def test_update_without_any_step_is_an_order_error_as_in_torch() -> None:
+    scaler = Ours("cpu")
+    with pytest.raises(AssertionError, match="_scale is None"):
+        scaler.update()
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match="Call step"):
+        scaler.update()
+
+
 # -- reports and schedulers -------------------------------------------------------------------------------------------
 
 

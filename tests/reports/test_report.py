@@ -219,6 +219,17 @@ def test_losses_that_are_not_finite_are_marked() -> None:
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["2 not finite"]
 
 
+def test_a_step_that_takes_a_hundred_times_as_long_is_marked_at_the_top() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    steps = [{"step": n, "grad_norm": 1.0, "seconds": 1.0 if n == 5 else 0.01} for n in range(1, 10)]
+    pictures.norms(axes, reading.RunRead({}, steps))
+    (other,) = [one for one in figure.axes if one is not axes]
+    low, high = other.get_ylim()
+    assert all(low <= value <= high for line in other.lines for value in line.get_ydata())
+    assert [list(line.get_xdata()) for line in other.lines[1:]] == [[5]]
+
+
 def sampled(path: Path, samples: list[dict[str, Any]], skipped: tuple[int, ...] = (), **header: Any) -> Path:
     """A run in which every step is sampled, with what a row "a" has there."""
     sink = sinks.JsonLines(path)
