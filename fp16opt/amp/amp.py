@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from ._amp_state import _amp_state
+from .handle import NoOpHandle
 from .policy import AmpError
 
 __all__ = [
@@ -76,13 +77,19 @@ def register_promote_function(module: Any, name: str) -> None:
     _amp_state.casts.register(module, name, "promote")
 
 
-def init(*arguments: Any, **settings: Any) -> NoReturn:
-    """The interface before 2019, whose handles apex itself refuses.
+def init(enabled: bool = True, *arguments: Any, **settings: Any) -> NoOpHandle:
+    """The interface of 2018, for scripts that turn it off.
+
+    Returns:
+        A handle whose ``scale_loss`` yields the loss itself.
 
     Raises:
-        AmpError: Always; it says what to call.
+        AmpError: ``enabled``, where apex raises in the handle's ``scale_loss``. It says what to call.
     """
-    raise AmpError(
-        "init: handles were replaced by model, optimizer = amp.initialize(model, optimizer, opt_level='O1') and "
-        "amp.scale_loss(loss, optimizer)."
-    )
+    if enabled:
+        raise AmpError(
+            "init: handles were replaced by model, optimizer = amp.initialize(model, optimizer, opt_level='O1') and "
+            "amp.scale_loss(loss, optimizer)."
+        )
+    handle = _amp_state.handle = NoOpHandle()
+    return handle

@@ -198,6 +198,10 @@ class NoOpHandle:
         """Never."""
         return False
 
+    def scale_loss(self, loss: Any, optimizer: Any) -> Any:
+        """Gives the loss itself, in ``with``."""
+        return nullcontext(loss)
+
     def disable_casts(self) -> Any:
         """There are no casts."""
         return nullcontext()

@@ -112,16 +112,19 @@ def test_a_backward_by_hand() -> None:
     assert same([*model.parameters()], [*reference_model.parameters()])
 
 
-def test_the_interface_before_2019_is_refused() -> None:
+def test_the_interface_of_2018_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"init: handles were replaced by model, optimizer = amp\.initialize"):
-        amp.init(enabled=False, loss_scale=128.0)
+        amp.init(loss_scale=128.0)
 
 
 def test_disabled_handle() -> None:
     amp.initialize(net(), enabled=False)
-    handle = _amp_state.handle
-    assert isinstance(handle, NoOpHandle)
+    assert isinstance(_amp_state.handle, NoOpHandle)
+    handle = amp.init(enabled=False)
     assert not handle.is_active()
+    loss = torch.ones((), requires_grad=True)
+    with handle.scale_loss(loss, None) as scaled:
+        assert scaled is loss
     with handle.disable_casts():
         pass
     handle._deactivate()

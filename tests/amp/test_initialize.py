@@ -269,9 +269,10 @@ def test_disabled_leaves_the_script_as_it_was(level: str) -> None:
     amp.load_state_dict({})
 
 
-def test_disabled_goes_for_optimizers_that_amp_never_saw() -> None:
+@pytest.mark.parametrize("disable", [lambda m: amp.initialize(m, enabled=False), lambda m: amp.init(enabled=False)])
+def test_disabled_goes_for_optimizers_that_amp_never_saw(disable: Any) -> None:
     model = net()
-    amp.initialize(model, enabled=False)
+    disable(model)
     optimizer = sgd(model)
     loss = model(X).sum()
     with amp.scale_loss(loss, optimizer) as scaled:
