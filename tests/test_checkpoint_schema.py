@@ -281,7 +281,7 @@ def test_error_while_loading_leaves_everything(where: str, error: type[BaseExcep
     before, attributes = room.everything(), dict(vars(room.optimizer))
     plan = room.plan(source.build())
     with pytest.raises(ValueError if where == "missing setting" else error, match=r"lacks 'eps'|from the"):
-        plan.apply(room.masters)
+        room.apply(plan)
     assert_same(room.everything(), before, f"after an error in {where}")
     assert room.optimizer.state is state
     assert room.optimizer.param_groups is groups
@@ -340,7 +340,7 @@ def test_a_nested_optimizer_that_raises_half_way_is_as_it_was() -> None:
         given = flatten(sd)
         plan = room.plan(sd)
         with pytest.raises(Boom, match="half-way"):
-            plan.apply(room.masters)
+            room.apply(plan)
         assert_same(flatten([room.everything(), everything]), before)
         assert vars(room.optimizer).keys() == attributes.keys()
         assert all(vars(room.optimizer)[key] is value for key, value in attributes.items())
@@ -362,7 +362,7 @@ def test_a_class_that_loses_parameters_is_refused() -> None:
     plan = room.plan(source.build())
     message = r"Losing\.load_state_dict left groups of \[3\] params where \[3, 3\] were"
     with pytest.raises(ValueError, match=message):
-        plan.apply(room.masters)
+        room.apply(plan)
     assert_same(room.everything(), before)
 
 

@@ -126,32 +126,39 @@ class LoadPlan:
         scaler: LossScaler,
     ) -> None:
         self.has_masters = is_ours(state_dict)
+        self.masters: Sequence[Tensor | None] = state_dict["masters"] if self.has_masters else ()
         self._state_dict, self._optimizer = state_dict, optimizer
         self._labels, self._scaler = labels, scaler
 
-    def apply(self, masters: Sequence[Tensor | None]) -> None:
-        """Load, into these ``masters`` too. Tensors are copied: training never edits the caller's dict. Syncs.
+    def apply(self, convert: Callable[[], None], finish: Callable[[], None]) -> None:
+        """Load: all of it or nothing. Tensors are copied: training never edits the caller's dict. Syncs.
 
-        The wrapped optimizer's own ``load_state_dict`` does its part, with its hooks. When it or one of them
-        raises, the error comes through and the optimizer (attributes, groups, state, those of optimizers inside it),
-        the masters and the scaler are as they were.
+        The wrapped optimizer's own ``load_state_dict`` does its part, with its hooks. When it, one of them or
+        ``convert`` raises, the error comes through and the optimizer (attributes, groups, state, those of optimizers
+        inside it) and the scaler are as they were. An exception that comes later, Ctrl-C say, finds all of it loaded.
+
+        Args:
+            convert: brings what was loaded to the form in which it is kept. It writes no tensor that was there before.
+            finish: writes the masters and what follows from them. It may be called twice.
         """
         sd = self._state_dict
         before = Snapshot(self._optimizer, copies_tensors=_runs_other_code(self._optimizer))
         scaler_before = self._scaler.state_dict()
+        is_loaded = False
         try:
             _load_optimizer(self._optimizer, sd["optimizer"] if self.has_masters else sd, self._labels)
             if self.has_masters:
                 self._scaler.load_state_dict(sd["scaler"])
+            convert()
+            is_loaded = True
+            finish()
         except BaseException:
-            before.restore()
-            self._scaler.load_state_dict(scaler_before)
+            if is_loaded:
+                finish()
+            else:
+                before.restore()
+                self._scaler.load_state_dict(scaler_before)
             raise
-        if self.has_masters:
-            with torch.no_grad():
-                for master, saved in zip(masters, sd["masters"], strict=True):
-                    if master is not None:
-                        master.copy_(saved)
 
 
 # -- loading -------------------------------------------------------------------------------------------------
