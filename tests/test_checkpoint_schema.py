@@ -92,14 +92,16 @@ def test_plain_torch_dict_keeps_masters_and_scaler(case: OptimizerCase) -> None:
 # -- dtypes, devices, strides --------------------------------------------------------------------------------
 
 
-def test_saved_dtypes_stay_and_halves_become_float32() -> None:
+@pytest.mark.parametrize("plain", [False, True], ids=["ours", "plain"])
+def test_saved_dtypes_stay_and_halves_of_plain_files_become_float32(plain: bool) -> None:
     source, room = odd_room(1), odd_room(2)
     source.optimizer.fill()
-    room.load(through_file(source.build()))
+    room.load(through_file(source.optimizer.state_dict() if plain else source.build()))
     for p, q in zip(source.params, room.params, strict=True):
         want = copy.deepcopy(source.optimizer.state[p])
-        want["half"] = want["half"].float()
-        want["nested"][1]["a"] = (want["nested"][1]["a"][0].float(), None)
+        if plain:
+            want["half"] = want["half"].float()
+            want["nested"][1]["a"] = (want["nested"][1]["a"][0].float(), None)
         assert_same(room.optimizer.state[q], want, "state")
 
 
