@@ -1383,8 +1383,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
         self._begin("take_delta")
-        changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
-        return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes, self._changes.source)
+        with self._changes.all_or_nothing():
+            changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
+            return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes, self._changes.source)
 
     @opaque
     @outside_inference
