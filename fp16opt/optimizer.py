@@ -1258,9 +1258,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check = everywhere or (lambda work: work())
         state_dict = check(lambda: self._decoded(state_dict))
         thawed = self._to_thaw(state_dict)
-        masters = self._saved_masters()
+        masters = list(self.params.apart)  # their shapes: of split ones values are not made
         for position in thawed:  # they get a master if all fits
-            masters[position] = self.params.models[position].detach().float()
+            masters[position] = self.params.models[position]
         plan = check(lambda: self._plan(state_dict, masters))
         check(lambda: self._check_loaded(state_dict))
         if thawed:
@@ -1310,13 +1310,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any]) -> None:
         """Masters and counts of a checkpoint that has them are taken, and the model follows."""
-        for pair, saved in zip(self.params.all if plan.has_masters else (), plan.masters, strict=True):
-            if saved is not None:
-                value = self.masters.read([pair])[0]
-                with torch.no_grad():
-                    value.copy_(saved)
-                if not self.masters.are_whole:
-                    self.masters.write([pair], [value])
+        with torch.no_grad():
+            for pair, saved in zip(self.params.all if plan.has_masters else (), plan.masters, strict=True):
+                if saved is not None:
+                    value = self.masters.read([pair])[0].copy_(saved)
+                    if not self.masters.are_whole:
+                        self.masters.write([pair], [value])
         if plan.has_masters:
             self.outcome.steps_taken = state_dict.get("steps", 0)
             self.outcome.skipped_steps = state_dict.get("skipped_steps", 0)
