@@ -1258,9 +1258,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check = everywhere or (lambda work: work())
         state_dict = check(lambda: self._decoded(state_dict))
         thawed = self._to_thaw(state_dict)
-        masters = self._saved_masters()
+        masters = list(self.params.apart)  # their shapes: of split ones values are not made
         for position in thawed:  # they get a master if all fits
-            masters[position] = self.params.models[position].detach().float()
+            masters[position] = self.params.models[position]
         plan = check(lambda: self._plan(state_dict, masters))
         check(lambda: self._check_loaded(state_dict))
         if thawed:
@@ -1268,12 +1268,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._params_changed([None if n in thawed else n for n in range(len(self.params))], is_thaw=True)
         if not plan.has_masters:  # else weights that were loaded just before would be undone below
             self.model_writes.sync()
-        masters = self._saved_masters()
-        plan.apply(masters)
-        if plan.has_masters:
-            self.outcome.steps_taken = state_dict.get("steps", 0)
-            self.outcome.skipped_steps = state_dict.get("skipped_steps", 0)
-        self._take_loaded(masters)
+        plan.apply(self._convert_loaded, lambda: self._finish_load(plan, state_dict))
 
     def _decoded(self, state_dict: Any) -> Any:
         """A checkpoint with FP32 state in place of codes, of which the optimizer can make its own.
@@ -1308,13 +1303,22 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             state_dict, optimizer=self.inner, masters=masters, names=self.params.names, scaler=self.scaler
         )
 
-    def _take_loaded(self, masters: list[Tensor | None]) -> None:
-        """Masters take the values into which a checkpoint was loaded; the model and the state follow."""
-        for pair, value in zip(self.params.all, masters, strict=True):
-            if value is not None and not self.masters.are_whole:
-                self.masters.write([pair], [value])
+    def _convert_loaded(self) -> None:
+        """Loaded state comes to the form in which it is kept."""
         self.masters.lay_out(self.params.all, self.inner.state)
         convert_all(self._state_format, self.params.all, self.inner)
+
+    def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any]) -> None:
+        """Masters and counts of a checkpoint that has them are taken, and the model follows."""
+        with torch.no_grad():
+            for pair, saved in zip(self.params.all if plan.has_masters else (), plan.masters, strict=True):
+                if saved is not None:
+                    value = self.masters.read([pair])[0].copy_(saved)
+                    if not self.masters.are_whole:
+                        self.masters.write([pair], [value])
+        if plan.has_masters:
+            self.outcome.steps_taken = state_dict.get("steps", 0)
+            self.outcome.skipped_steps = state_dict.get("skipped_steps", 0)
         self.params.changed()
         self.step_state.forget()
         self._round_all()
@@ -1378,8 +1382,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
         self._begin("take_delta")
-        changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
-        return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes, self._changes.source)
+        with self._changes.all_or_nothing():
+            changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
+            return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes, self._changes.source)
 
     @opaque
     @outside_inference

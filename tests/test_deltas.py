@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from fp16opt import MixedPrecisionOptimizer, WeightDelta
 from fp16opt import kernels as k
+from fp16opt.engine.modes.changes import Changes
+from fp16opt.kernels.changed import ChangedBits
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 STEPS = int(os.environ.get("FP16OPT_DELTA_STEPS", "60" if products.takes_all else "30"))
@@ -743,3 +745,21 @@ def _entries(delta: WeightDelta) -> dict[str, Any]:
     data = file.getvalue()
     found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return found
+
+
+@pytest.mark.parametrize("where", ["clear", "_remember", "WeightDelta.__init__"])
+def test_a_take_that_is_cut_takes_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sampler, opt = pair()
+    step(model, opt)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    of = {"clear": ChangedBits, "_remember": Changes, "WeightDelta.__init__": WeightDelta}[where]
+    with monkeypatch.context() as patched:
+        patched.setattr(of, where.split(".")[-1], stop)
+        with pytest.raises(KeyboardInterrupt):
+            opt.take_delta(model)
+    step(model, opt)
+    opt.take_delta(model).apply_(sampler)
+    assert_equal(model, sampler)

@@ -78,12 +78,16 @@ class DeviceParams:
         return read(self.models, self._read, same=True, counts=True)
 
     def lies_as(self, reading: Any) -> bool:
-        """Whether no parameter of the model has moved since this was last asked, by what was just read of them."""
-        before, self._read = self._read, reading
+        """Whether no parameter of the model has moved since :meth:`found`, by what was just read of them."""
         if reading is not None:
-            return bool(reading == before)
-        before_at, self._addresses = self._addresses, [model.data_ptr() for model in self.models]
-        return before_at == self._addresses
+            return bool(reading == self._read)
+        return self._addresses == [model.data_ptr() for model in self.models]
+
+    def found(self, reading: Any) -> None:
+        """The parameters lie as was just read of them, and are what they were. A refusal thus comes again."""
+        self._read = reading
+        if reading is None:
+            self._addresses = [model.data_ptr() for model in self.models]
 
     def pieces_of(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """This rank's pieces of gradients; one that isn't laid out over ranks as its parameter is stays as it is."""
@@ -341,6 +345,8 @@ class ParamTable:
             for pair in self.all:
                 pair.follow_memory()
             self.layout += 1
+        for device, one in zip(self.devices, readings, strict=True):
+            device.found(one)
         return readings
 
     def verify(self) -> None:

@@ -251,3 +251,14 @@ def test_a_step_by_a_formula_refuses_what_is_none_of_it() -> None:
         with pytest.raises(error, match=message):
             multi_tensor_step(formula, [torch.ones(2)], [master], [[average]], [options], [0], Factors(one, one))
     assert master.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["zero tensor", "resized storage"])
+def test_tensors_without_memory_are_refused(level: str, kind: str) -> None:
+    tensor = torch.ones(8, dtype=torch.float16)
+    if kind == "zero tensor":
+        tensor = torch._efficientzerotensor(8, dtype=torch.float16)
+    else:
+        tensor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"\[0\] has 8 elements and no memory"):
+        unscale([tensor], [torch.zeros(8)])

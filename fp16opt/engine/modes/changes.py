@@ -8,8 +8,9 @@ whole.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -185,6 +186,16 @@ class Changes:
             device.cast.changed = changed
 
     # -- taking ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """What an exception within cuts is not taken: weights whose marks are gone by then come whole the next time."""
+        before = self.sequence, dict(self._known)
+        try:
+            yield
+        except BaseException:
+            self.sequence, self._known = before
+            raise
 
     def take(self, tensors: Mapping[str, Tensor]) -> list[TensorChange]:
         """What changed since the last call; from here on nothing is marked.
