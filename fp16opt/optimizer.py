@@ -975,11 +975,16 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _step_reevaluating(self, closure: Callable[[], Any]) -> Any:
         self._begin("step")
         self.model_writes.sync()
-        evaluations = MasterReevaluations(closure, self._round_all, self.step_state)
+        evaluations = MasterReevaluations(closure, self._take_moved, self.step_state)
         stepped: bool = self._run_step(lambda step: self._reevaluate(step, evaluations))
         if not stepped:
             self.zero_grad()
         return evaluations.returned if stepped else evaluations.loss
+
+    def _take_moved(self) -> None:
+        """The model takes what the optimizer has written to masters, in whatever memory."""
+        self.params.keep_memory()
+        self._round_all()
 
     def _reevaluate(self, step: Step, evaluations: MasterReevaluations) -> bool:
         try:

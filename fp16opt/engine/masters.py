@@ -323,7 +323,8 @@ def own_masters(params: ParamTable, owner: GradientOwner, mixed_in: Any = None) 
 def ordinary_parameters(params: ParamTable) -> Iterator[None]:
     """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops.
 
-    Where an exception cuts its end, :func:`own_masters` puts that right.
+    What the optimizer's own code has moved to other memory comes back at its end. Where an exception cuts its end,
+    :func:`own_masters` puts that right.
     """
     masters = params.masters
     owned = list(map(type, masters))
@@ -332,3 +333,4 @@ def ordinary_parameters(params: ParamTable) -> Iterator[None]:
         yield
     finally:
         set_classes(masters, owned)
+        params.keep_memory()

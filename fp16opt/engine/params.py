@@ -158,6 +158,16 @@ class ParamPair:
             else:
                 self.master.data = self.model.data
 
+    def keep_memory(self) -> None:
+        """Where a step has given that master memory of its own, the weight takes its values, and it lies there again.
+
+        To be called when the code of the step has run: any other move is the weight's, and :meth:`follow_memory`'s.
+        """
+        if local(self.master).data_ptr() != local(self.model).data_ptr():
+            with torch.no_grad():
+                self.model.copy_(self.master)
+            self.follow_memory()
+
 
 class ParamTable:
     """All pairs, in the order of the wrapped optimizer's param_groups.
@@ -319,6 +329,12 @@ class ParamTable:
             pair.has_master and not pair.is_apart and pair.model.dtype in HALF_DTYPES for pair in self.all
         )
         self.generation += 1
+
+    def keep_memory(self) -> None:
+        """After a step of a class's own: masters on weights' memory lie there, also where it said ``p.data = ...``."""
+        for pair in self.all:
+            if pair.has_master and not pair.is_apart:
+                pair.keep_memory()
 
     # -- what kernels get --------------------------------------------------------------------------------------------
 

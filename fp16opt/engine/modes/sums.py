@@ -54,7 +54,7 @@ class SummingState(StepState):
     def _check_can_sum(self) -> None:
         if self.params.halves_stepped:
             raise RuntimeError(
-                'a further loss scale in one step: gradients of several scales add up in FP32, and '
+                "a further loss scale in one step: gradients of several scales add up in FP32, and "
                 'master_weights="none" has no FP32 masters. Use master_weights="full", or one scaler.'
             )
         if not (self.replicas.are_told or self.params.has_dtensors):  # FSDP2 shows gradients that are reduced
