@@ -263,6 +263,8 @@ class ParamTable:
                 if pair is None:
                     pair = ParamPair(param, param, name, number, index, (param.dtype, param.shape, param.device))
                     by_id[id(param)] = pair
+                if not pair.has_master:
+                    check_plain(pair.model, name)
                 found.append(pair)
                 labelled.append((name, pair.model))
         check_apart(labelled)
@@ -302,6 +304,7 @@ class ParamTable:
                     f"group {number}, param {index}{quoted(name_of(group, index, param, names))}: this parameter is in "
                     "the optimizer already. Leave it out."
                 )
+            check_plain(param, name_of(group, index, param, names) or numbered(number, index))
         check_apart([(pair.name, pair.model) for pair in self.all] + labelled([group], names, number))
 
     def changed(self) -> None:
@@ -495,6 +498,20 @@ def labelled(groups: list[dict[str, Any]], names: dict[int, str], first: int = 0
 def is_to_be_mastered(model: Tensor) -> bool:
     """Whether a parameter gets a master: it trains, or has a gradient."""
     return model.requires_grad or raw_grad(model) is not None
+
+
+def check_plain(model: Tensor, name: str) -> None:
+    """Raise ``ValueError`` for a parameter to train whose class computes in its own way, as torchao's float8 weights.
+
+    What is frozen may be of any class: nothing reads it.
+    """
+    kind = type(local(model))
+    if is_to_be_mastered(model) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ValueError(
+            f"parameter {name!r} is a {kind.__name__}, a tensor subclass with operations of its own, of which a master "
+            "can't be told. Convert the model without such weights (float8: enable_fsdp_float8_all_gather=False), or "
+            "leave it out of the wrapped optimizer."
+        )
 
 
 def check_group(group: dict[str, Any], number: int, names: dict[int, str], known: Container[int]) -> None:
