@@ -975,6 +975,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _step_reevaluating(self, closure: Callable[[], Any]) -> Any:
         self._begin("step")
         self.model_writes.sync()
+        self.params.follow_marks()
         evaluations = MasterReevaluations(closure, self._take_moved, self.step_state)
         stepped: bool = self._run_step(lambda step: self._reevaluate(step, evaluations))
         if not stepped:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -129,6 +129,7 @@ class ParamPair:
         row: among the parameters of its device.
         is_apart: whether the master has memory of its own; else it lies on the weight's.
         cast: what the last rounding of that device's masters to the model found, by row.
+        marks: attributes that the user had set on the model's parameter when the master last got them.
     """
 
     model: Tensor
@@ -141,6 +142,7 @@ class ParamPair:
     row: int = 0
     is_apart: bool = False
     cast: Any = None
+    marks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_master(self) -> bool:
@@ -157,6 +159,16 @@ class ParamPair:
                 self.master._local_tensor = there.detach()  # type: ignore[attr-defined]
             else:
                 self.master.data = self.model.data
+
+    def follow_marks(self) -> None:
+        """The master gets attributes that were set on the model's parameter since; what else stands on it stays."""
+        now, before = self.model.__dict__, self.marks
+        if now or before:
+            for name in before.keys() - now.keys():
+                self.master.__dict__.pop(name, None)
+            new = {name: value for name, value in now.items() if name not in before or before[name] is not value}
+            self.master.__dict__.update(new)
+            self.marks = dict(now)
 
     def keep_memory(self) -> None:
         """Where a step has given that master memory of its own, the weight takes its values, and it lies there again.
@@ -332,6 +344,12 @@ class ParamTable:
             pair.has_master and not pair.is_apart and pair.model.dtype in HALF_DTYPES for pair in self.all
         )
         self.generation += 1
+
+    def follow_marks(self) -> None:
+        """Before a step of a class's own, which may read them: ``p.lr_scale``."""
+        for pair in self.all:
+            if pair.has_master:
+                pair.follow_marks()
 
     def keep_memory(self) -> None:
         """After a step of a class's own: masters on weights' memory lie there, also where it said ``p.data = ...``."""

@@ -141,6 +141,39 @@ def test_parameters_in_objects_give_place_to_masters(dtype: torch.dtype) -> None
     assert next(opt.model_params()) is mine[0]
 
 
+class Multiplied(SGD):
+    """Reads an attribute of each parameter, and counts in one that its constructor has made."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for p in self.param_groups[0]["params"]:
+            p.times = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.times += 1
+            p.add_(p.grad, alpha=-self.param_groups[0]["lr"] * getattr(p, "lr_mul", 1.0))
+
+
+@by_step
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_attributes_set_later_reach_the_master(dtype: torch.dtype) -> None:
+    weight = _ones(dtype)
+    opt = MixedPrecisionOptimizer(Multiplied([weight], lr=0.125), loss_scale=64.0)
+    left = []
+    for step in range(4):
+        if step in (1, 2):
+            weight.lr_mul = 2.0 if step == 1 else 0.0
+        if step == 3:
+            del weight.lr_mul
+        _train(opt, [weight], steps=1)
+        left.append(weight[0].item())
+    assert left == [0.875, 0.625, 0.625, 0.5]
+    (master,) = opt.master_params()
+    assert master.times == 4  # type: ignore[attr-defined]
+
+
 def test_fp32_parameters_and_halves_without_masters_leave_attributes_alone() -> None:
     for param, options in ((_ones(torch.float32), {}), (_ones(torch.float16), {"master_weights": "none"})):
         inner = Lookahead([param])
