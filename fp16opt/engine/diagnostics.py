@@ -39,9 +39,10 @@ _WITHIN = 60.0  # seconds
 
 
 class Named(Protocol):
-    """What has names of parameters: the engine's table of them."""
+    """What has parameters and their names: the engine's table of them."""
 
     names: list[str]
+    models: list[Tensor]
 
 
 class _Kind:
@@ -160,6 +161,16 @@ class Lines:
             held, self._held = self._held, None
             for to, level, text in held:
                 to.log(level, text)
+
+    def of_others(self, models: Iterable[Tensor]) -> str:
+        """Which other living optimizers have one of these parameters of the model too; "" where none does."""
+        ids = set(map(id, models))
+        also = [
+            f"optimizer {other._number} ({other._whose})"
+            for other in sorted(self._living, key=lambda one: one._number)
+            if other is not self and other._params is not None and not ids.isdisjoint(map(id, other._params.models))
+        ]
+        return describe(also) if also else ""
 
     def _signature(self) -> str:
         """Whose line it is, where it could be another's."""
@@ -398,14 +409,17 @@ def warn_cast(lines: Lines, flags: Iterable[tuple[str, int]], warned: set[str]) 
             warned.update(f"{line.key}: {name}" for name in names)
 
 
-def warn_model_write(lines: Lines, names: Iterable[str], times: int) -> None:
+def warn_model_write(lines: Lines, names: Iterable[str], times: int, models: Iterable[Tensor] = ()) -> None:
     """Warn that something else wrote model parameters, and that their masters take the new values.
 
     Args:
         times: how many steps have found such writes, this one included.
+        models: the parameters, which another optimizer may step too.
     """
+    others = lines.of_others(models)
+    also = errors.ALSO_IN_ANOTHER.format(others=others) if others else ""
     how_often = "" if times == 1 else f" ({times} times so far)"
-    lines.tell(errors.MODEL_WRITTEN_AND_TAKEN, nth=times, names=describe(names), times=how_often)
+    lines.tell(errors.MODEL_WRITTEN_AND_TAKEN, nth=times, names=describe(names), times=how_often, also=also)
 
 
 def groups_without_eps(groups: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:

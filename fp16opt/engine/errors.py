@@ -275,11 +275,16 @@ MODEL_WRITTEN = Refusal(
     model, or use on_model_write="refresh".""",
 )
 
+ALSO_IN_ANOTHER = (
+    "Another optimizer, {others}, wraps them too: where both step them, each passes the other rounded weights. Train "
+    'them by one optimizer, or keep master_weights="full" in both. '
+)
+
 MODEL_WRITTEN_AND_TAKEN = Line(
     "model written and taken",
     logging.WARNING,
     """model weights were written by something else than the optimizer; masters take the values: {names}{times}.
-    There is nothing to do after a load. To write in every step, as a clamp does, edit master_params() and call
+    {also}There is nothing to do after a load. To write in every step, as a clamp does, edit master_params() and call
     write_masters(). on_model_write="error" finds the place.""",
 )
 
