@@ -512,6 +512,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         models = {id(pair.master): pair.model for pair in self.params.all}
         asked = [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
         check_one_pass(self.config, self.inner, self._state_format, asked, self._names)
+        self.model_writes.write_edited()  # while those that leave are known
         before = {id(pair): position for position, pair in enumerate(self.params.all)}
         gone = self.params.sync(groups, self._names, self._adopt)
         unmark([pair.model for pair in gone])
