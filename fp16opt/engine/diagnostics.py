@@ -263,6 +263,7 @@ class SkipLog:
     row after a step, or a scale that was brought under 1 before any step, are neither: the warning says so, and
     at the 3rd, 4th, 8th, 16th ... alone. So does one where the loss itself was not finite. No scale can help that
     (an ERROR) at the lowest scale, and at one where the loss was finite before.
+    The first time that the scale falls below 1 later, or by a loss that is not finite, a line says so besides.
     Where the scale can't go lower, skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING
     with a static scaler), the others are silent.
 
@@ -362,6 +363,8 @@ class SkipLog:
             tell(errors.CALIBRATING, scale=new)
         else:
             tell(errors.RARE, change=change, where=where)
+        if scaler.dynamic and new < 1.0 <= old and (self.taken or loss_is_finite is False):
+            tell(errors.BELOW_ONE, once=True, scale=new, losses=errors.LOSSES[loss_is_finite])
 
     def where(self, overflows: Sequence[Overflow], origin: Origin | None = None) -> str:
         """What overflowed, in words."""

@@ -478,6 +478,20 @@ STATIC = Line(
     "{what}, static loss scale {scale:g} ({times} so far): non-finite gradients in {where}. {advice}",
 )
 
+LOSSES = {
+    True: "its loss was finite",
+    False: "its loss was not finite",
+    None: "whether its loss was finite isn't known",
+}
+
+BELOW_ONE = Line(
+    "below one",
+    logging.WARNING,
+    """the loss scale has fallen below 1, to {scale:g}, by a step that was skipped; {losses}. The lower it is, the more
+    of small FP16 gradients becomes 0. fp16opt.diagnose(model, loss_fn, optimizer) says where they overflow;
+    DynamicLossScaler(min_scale=1.0) keeps the scale at 1.""",
+)
+
 FLOOR = Line(
     "floor",
     logging.ERROR,
