@@ -512,6 +512,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         models = {id(pair.master): pair.model for pair in self.params.all}
         asked = [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
         check_one_pass(self.config, self.inner, self._state_format, asked, self._names)
+        self.model_writes.write_edited()  # while those that leave are known
         before = {id(pair): position for position, pair in enumerate(self.params.all)}
         gone = self.params.sync(groups, self._names, self._adopt)
         unmark([pair.model for pair in gone])
@@ -975,11 +976,17 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _step_reevaluating(self, closure: Callable[[], Any]) -> Any:
         self._begin("step")
         self.model_writes.sync()
-        evaluations = MasterReevaluations(closure, self._round_all, self.step_state)
+        self.params.follow_marks()
+        evaluations = MasterReevaluations(closure, self._take_moved, self.step_state)
         stepped: bool = self._run_step(lambda step: self._reevaluate(step, evaluations))
         if not stepped:
             self.zero_grad()
         return evaluations.returned if stepped else evaluations.loss
+
+    def _take_moved(self) -> None:
+        """The model takes what the optimizer has written to masters, in whatever memory."""
+        self.params.keep_memory()
+        self._round_all()
 
     def _reevaluate(self, step: Step, evaluations: MasterReevaluations) -> bool:
         try:

@@ -478,6 +478,12 @@ def static() -> None:
     Training(loss_scale=1024.0).overflow()
 
 
+def below_one() -> None:
+    one = Training(scaler=DynamicLossScaler(init_scale=1.0))
+    one.step()
+    one.overflow()
+
+
 def floor() -> None:
     one = Training(scaler=DynamicLossScaler(init_scale=1.0, min_scale=1.0))
     one.step()
@@ -665,6 +671,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "loss not finite": (L, loss_not_finite),
     "weights not finite": (L, weights_not_finite),
     "static": (L, static),
+    "below one": (L, below_one),
     "floor": (L, floor),
     "under a GradScaler": (L, under_a_grad_scaler),
     "too many in a row": (LossScaleError, too_many_in_a_row),

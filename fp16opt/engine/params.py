@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -133,6 +133,7 @@ class ParamPair:
         row: among the parameters of its device.
         is_apart: whether the master has memory of its own; else it lies on the weight's.
         cast: what the last rounding of that device's masters to the model found, by row.
+        marks: attributes that the user had set on the model's parameter when the master last got them.
     """
 
     model: Tensor
@@ -145,6 +146,7 @@ class ParamPair:
     row: int = 0
     is_apart: bool = False
     cast: Any = None
+    marks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_master(self) -> bool:
@@ -161,6 +163,26 @@ class ParamPair:
                 self.master._local_tensor = there.detach()  # type: ignore[attr-defined]
             else:
                 self.master.data = self.model.data
+
+    def follow_marks(self) -> None:
+        """The master gets attributes that were set on the model's parameter since; what else stands on it stays."""
+        now, before = self.model.__dict__, self.marks
+        if now or before:
+            for name in before.keys() - now.keys():
+                self.master.__dict__.pop(name, None)
+            new = {name: value for name, value in now.items() if name not in before or before[name] is not value}
+            self.master.__dict__.update(new)
+            self.marks = dict(now)
+
+    def keep_memory(self) -> None:
+        """Where a step has given that master memory of its own, the weight takes its values, and it lies there again.
+
+        To be called when the code of the step has run: any other move is the weight's, and :meth:`follow_memory`'s.
+        """
+        if local(self.master).data_ptr() != local(self.model).data_ptr():
+            with torch.no_grad():
+                self.model.copy_(self.master)
+            self.follow_memory()
 
 
 class ParamTable:
@@ -257,6 +279,8 @@ class ParamTable:
                 if pair is None:
                     pair = ParamPair(param, param, name, number, index, (param.dtype, param.shape, param.device))
                     by_id[id(param)] = pair
+                if not pair.has_master:
+                    check_plain(pair.model, name)
                 found.append(pair)
                 labelled.append((name, pair.model))
         check_apart(labelled)
@@ -296,6 +320,7 @@ class ParamTable:
                     f"group {number}, param {index}{quoted(name_of(group, index, param, names))}: this parameter is in "
                     "the optimizer already. Leave it out."
                 )
+            check_plain(param, name_of(group, index, param, names) or numbered(number, index))
         check_apart([(pair.name, pair.model) for pair in self.all] + labelled([group], names, number))
 
     def changed(self) -> None:
@@ -323,6 +348,18 @@ class ParamTable:
             pair.has_master and not pair.is_apart and pair.model.dtype in HALF_DTYPES for pair in self.all
         )
         self.generation += 1
+
+    def follow_marks(self) -> None:
+        """Before a step of a class's own, which may read them: ``p.lr_scale``."""
+        for pair in self.all:
+            if pair.has_master:
+                pair.follow_marks()
+
+    def keep_memory(self) -> None:
+        """After a step of a class's own: masters on weights' memory lie there, also where it said ``p.data = ...``."""
+        for pair in self.all:
+            if pair.has_master and not pair.is_apart:
+                pair.keep_memory()
 
     # -- what kernels get --------------------------------------------------------------------------------------------
 
@@ -485,6 +522,20 @@ def labelled(groups: list[dict[str, Any]], names: dict[int, str], first: int = 0
 def is_to_be_mastered(model: Tensor) -> bool:
     """Whether a parameter gets a master: it trains, or has a gradient."""
     return model.requires_grad or raw_grad(model) is not None
+
+
+def check_plain(model: Tensor, name: str) -> None:
+    """Raise ``ValueError`` for a parameter to train whose class computes in its own way, as torchao's float8 weights.
+
+    What is frozen may be of any class: nothing reads it.
+    """
+    kind = type(local(model))
+    if is_to_be_mastered(model) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ValueError(
+            f"parameter {name!r} is a {kind.__name__}, a tensor subclass with operations of its own, of which a master "
+            "can't be told. Convert the model without such weights (float8: enable_fsdp_float8_all_gather=False), or "
+            "leave it out of the wrapped optimizer."
+        )
 
 
 def check_group(group: dict[str, Any], number: int, names: dict[int, str], known: Container[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -385,3 +386,23 @@ def test_weights_loaded_before_a_plain_optimizer_checkpoint_stay() -> None:
     optimizer.load_state_dict(plain)
     assert weight.tolist() == [3.0] * 4
     assert next(optimizer.master_params()).tolist() == [3.0] * 4
+
+
+def test_the_line_names_a_second_optimizer_that_wraps_the_weight(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="fp16opt")
+    shared, own = (nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2))
+    first = MixedPrecisionOptimizer(SGD([shared, own], lr=1.0))
+    second = MixedPrecisionOptimizer(torch.optim.AdamW([shared], lr=0.5))
+    one_step(first, [shared], [NEW])
+    one_step(second, [shared], [NEW])
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.search(r'Another optimizer, optimizer \d+ \(SGD\), wraps them too.*master_weights="full" in both', line)
+    caplog.clear()
+    with torch.no_grad():
+        own.fill_(NEW)  # of this one alone
+    first.refresh_masters()
+    del first
+    with torch.no_grad():
+        shared.fill_(NEW)
+    one_step(second, [shared], [NEW])
+    assert "Another" not in "".join(record.getMessage() for record in caplog.records)
