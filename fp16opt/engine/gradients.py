@@ -668,9 +668,9 @@ class StepState(abc.ABC):
             is_thaw: all are where they were: those that came have got their master. What thaws between a check and its
                 step waits for the next one.
         """
+        self.gradients.follow_params(keeps=is_thaw)
         if type(self.stage) is Checked and is_thaw:
             self.unscale(self.look().without(self.params, [at for at, old in enumerate(came_from) if old is None]))
-        self.gradients.follow_params(keeps=is_thaw)
         stage = self.stage
         if type(stage) in (Checked, Unscaled) and not (is_thaw or self.is_sum):
             self.reset(keeps_true=False)
@@ -709,7 +709,10 @@ class StepState(abc.ABC):
         """
         stage = self.stage
         is_checked = type(stage) is Checked or (type(stage) is Unscaled and (stage.is_closed or not stage.is_sum))
-        if not is_checked or stage.scale.by.is_grad_scaler or self._are_cleared(raw_grads(self.params.models)):
+        if not is_checked or stage.scale.by.is_grad_scaler:
+            return None
+        grads = raw_grads(self.params.models)
+        if self._are_cleared(grads) or (stage.stamp.compare(grads)[0] and are_zero(grads)):
             return None
         if type(stage) is Unscaled:
             self._notice_edits(stage)
