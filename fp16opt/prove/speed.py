@@ -113,8 +113,10 @@ def _step(on: Lists, formula: str, states: int, cache: CallCache) -> Timed:
     return Timed(2 + 8 + 8 * states + 2, call)
 
 
-def _coded(on: Lists, adam: bool, cache: CallCache) -> Timed:
-    grads, masters, models = on.of(_HALF, 0.5), on.of(_SINGLE, 1.0), on.of(_HALF, 1.0)
+def _coded(on: Lists, adam: bool, split: bool, cache: CallCache) -> Timed:
+    """FP16 weights and gradients, FP32 masters or remainders of 16 bits, and state of 8 bits."""
+    masters = on.of(torch.int16, 3) if split else on.of(_SINGLE, 1.0)
+    grads, models = on.of(_HALF, 0.5), on.of(_HALF, 1.0)
     first, second, scales = on.of(torch.int8, 3), on.of(torch.uint8, 9), on.scales()
     stats, one = CastStats.allocate(TENSORS, on.device), Factors(on.number(1.0), on.number(1.0))
     counters: list[Tensor | None] = [on.number(3.0) for _ in range(TENSORS)]
@@ -127,7 +129,7 @@ def _coded(on: Lists, adam: bool, cache: CallCache) -> Timed:
         else:
             multi_tensor_sgd8(grads, masters, first, scales, [_SGD], *behind, first=[False] * TENSORS, **common)
 
-    return Timed(2 + 8 + 2 + (4 if adam else 2), call)
+    return Timed(2 + (8 if split else 8 + 2) + (4 if adam else 2), call)
 
 
 def _unscales(name: str, on: Lists, cache: CallCache) -> Timed:
@@ -177,8 +179,10 @@ _OF_LISTS = {
 _MADE: dict[str, Callable[[Lists, CallCache], Timed]] = {
     **{name: functools.partial(make, name) for make, names in _OF_LISTS.items() for name in names},
     "compare": _compare,
-    "adam8": lambda on, cache: _coded(on, True, cache),
-    "sgd8": lambda on, cache: _coded(on, False, cache),
+    "adam8_half_full": lambda on, cache: _coded(on, True, False, cache),
+    "adam8_half_32": lambda on, cache: _coded(on, True, True, cache),
+    "sgd8_half_full": lambda on, cache: _coded(on, False, False, cache),
+    "sgd8_half_32": lambda on, cache: _coded(on, False, True, cache),
     "adam": lambda on, cache: _step(on, "adam", 2, cache),
     "amsgrad": lambda on, cache: _step(on, "adam", 3, cache),
     "sgd": lambda on, cache: _step(on, "sgd", 0, cache),
