@@ -37,7 +37,7 @@ def _check_dense(where: str, tensor: object) -> None:
         raise TypeError(f"{where} must be a tensor or None, got {type(tensor).__name__}.")
     if tensor.layout != torch.strided:
         raise TypeError(f"{where} must be a dense tensor, got layout {tensor.layout}. Convert it with to_dense().")
-    if not has_memory(tensor):
+    if tensor.device.type != "meta" and not has_memory(tensor):
         raise ValueError(f"{where} has {tensor.numel()} elements and no memory: clone() it, or set it to None.")
 
 
