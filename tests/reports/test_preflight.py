@@ -461,6 +461,11 @@ def fp16_under_bf16_autocast() -> Case:
     return {**case, "loss_fn": loss}
 
 
+def bf16_at_a_large_rate() -> Case:
+    model = mlp(BF16)
+    return {"model": model, "loss_fn": loss_of(model), "optimizer": AdamW(model.parameters(), lr=1e-2)}
+
+
 def bf16_at_a_small_rate() -> Case:
     model = mlp(BF16)
     return {"model": model, "loss_fn": loss_of(model), "optimizer": AdamW(model.parameters(), lr=1e-5)}
@@ -530,6 +535,52 @@ def an_activation_near_the_end() -> Case:
 
 def an_activation_beyond_the_end() -> Case:
     return large_activations(3e5)
+
+
+class Norm(nn.Module):
+    """Of the root of the mean square, in the dtype of what it gets."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = x.clone().mul_(x) if self.writes else x.pow(2)
+        return x * torch.rsqrt(squares.mean(-1, keepdim=True) + 1e-6)
+
+
+def large_inputs(norm: nn.Module, factor: float = 1500.0) -> Case:
+    model = mlp(HALF)
+    model.act = norm  # type: ignore[assignment]
+    x, y = batch(HALF) * factor, torch.randn(16, 4)
+    return {
+        "model": model,
+        "loss_fn": lambda: (model(x).float() - y).square().mean(),
+        "optimizer": wrapped(model, dynamic=True),
+    }
+
+
+def a_norm_that_squares_in_fp16() -> Case:
+    return large_inputs(Norm())
+
+
+def a_norm_that_squares_in_place() -> Case:
+    return large_inputs(Norm(writes=True))
+
+
+def a_batch_norm_in_fp16() -> Case:
+    return large_inputs(nn.BatchNorm1d(16, affine=False).half())
+
+
+class Gelu(nn.Module):
+    """By its usual polynomial, of which the cube overflows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.045 * x.pow(3))))
+
+
+def a_cube_whose_gradient_is_nan() -> Case:
+    return large_inputs(Gelu(), 100.0)
 
 
 def a_nan_in_a_weight() -> Case:
@@ -710,6 +761,7 @@ PLANTED: dict[Callable[[], Case], tuple[str, str, str | None, str]] = {
     ),
     lora_on_fp16_without_a_scale: ("no_loss_scale", "error", None, "FP16 activations without a loss scale"),
     fp16_under_bf16_autocast: ("autocast", "error", "fc1.weight", "bf16=False"),
+    bf16_at_a_large_rate: ("lost_updates", "warning", None, "and more later on, as the learning rate"),
     bf16_at_a_small_rate: ("lost_updates", "error", "fc1.weight", "With FP32 masters 0 % are lost"),
     bf16_sgd: ("lost_updates", "error", None, "MixedPrecisionOptimizer(optimizer, named_parameters"),
     bf16_and_no_optimizer_yet: ("lost_updates", "error", "fc1.weight", "MixedPrecisionOptimizer"),
@@ -721,6 +773,10 @@ PLANTED: dict[Callable[[], Case], tuple[str, str, str | None, str]] = {
     eps_of_a_plain_adam: ("eps", "error", None, "masters are FP32"),
     an_activation_near_the_end: ("near_the_end", "warning", "act.1", "of where FP16 ends"),
     an_activation_beyond_the_end: ("not_finite", "error", "act.1", "FP32 would hold it"),
+    a_norm_that_squares_in_fp16: ("inside", "error", "act", "pow makes inf: FP16 ends at 65504, and FP32 would hold"),
+    a_norm_that_squares_in_place: ("inside", "error", "act", "mul_ makes inf"),
+    a_cube_whose_gradient_is_nan: ("inside", "error", "act", "is right all the same, and its gradient is not finite"),
+    a_batch_norm_in_fp16: ("buffers", "error", "act.running_var", "model.get_submodule('act').float()"),
     a_nan_in_a_weight: ("not_finite", "error", "fc2.weight", "the weight itself holds inf or nan"),
     a_parameter_in_no_optimizer: ("not_in_optimizer", "warning", "fc2.weight", "in no optimizer"),
     a_detached_branch: ("no_gradient", "warning", "fc1.weight", "detach()"),
@@ -820,6 +876,49 @@ def test_shares_of_gradients_are_exact() -> None:
     (one,) = check(model, loss, MixedPrecisionOptimizer(SGD([weight], lr=1e-3))).findings
     assert one.numbers == {"underflow": 3 / 8, "loss_scale": 1.0, "largest_scale": 2.0**15}
     assert one.by_layer == {"weight": 3 / 8}
+
+
+def test_no_scale_is_offered_at_which_a_step_was_skipped() -> None:
+    case = a_norm_that_squares_in_fp16()
+    found = check(**case)
+    opt, scales = case["optimizer"], [float("inf")]
+    while scales[-1] == float("inf") or opt.step_was_skipped:
+        scales.append(float(opt.loss_scale))
+        opt.zero_grad()
+        opt.backward(case["loss_fn"]())
+        opt.step()
+    assert len(scales) > 2
+    (fact,) = (one for one in found.facts if "largest possible" in one)
+    offered = [one.numbers["largest_scale"] for one in found.findings if "largest_scale" in one.numbers]
+    offered.append(float(fact.split("largest possible is ")[1].split(", for")[0].replace(",", "")))
+    assert max(offered) == scales[-1]
+
+
+def test_a_scale_that_is_offered_was_tried() -> None:
+    case = a_norm_that_squares_in_fp16()
+    model, loss = case["model"], case["loss_fn"]
+    named = {one.key: one for one in check(model, loss, wrapped(model)).findings}
+    scale = named["no_loss_scale"].numbers["largest_scale"]
+    for factor, is_finite in ((1.0, True), (2.0, False)):
+        grads = torch.autograd.grad(loss() * (scale * factor), list(model.parameters()))
+        assert all(bool(grad.isfinite().all()) for grad in grads) is is_finite
+
+
+def minus_inf(x: Tensor) -> Tensor:
+    return torch.zeros_like(x).masked_fill(x > 0, float("-inf"))
+
+
+def the_least_of_fp32(x: Tensor) -> Tensor:
+    return torch.full(x.shape, torch.finfo(torch.float32).min).triu(2).clamp(max=0.0).to(x.dtype)
+
+
+@pytest.mark.parametrize("mask", [minus_inf, the_least_of_fp32, lambda x: torch.full_like(x, -65504.0).tril()])
+def test_masks_are_no_overflow(mask: Callable[[Tensor], Tensor]) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.softmax(torch.cat([x + mask(x), torch.zeros_like(x[:, :1])], 1), -1)[:, :-1]
+
+    assert check(**large_inputs(Masked(), 1.0)).findings == []
 
 
 def test_an_fp16_loss_limits_the_scale() -> None:

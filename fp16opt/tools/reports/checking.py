@@ -29,7 +29,7 @@ from .findings import (
     shares_in_words,
 )
 from .monitor import Monitor
-from .probing import Probe, Run, check_loss, same_bits
+from .probing import Inside, Probe, Run, check_loss, same_bits
 from .rounds import Seen, named_lines
 from .statistics import GRADIENT, of_gradients, underflow
 from .twins import params_of, twin_of
@@ -66,6 +66,7 @@ class Checking:
         self.steps = 0
         self._first_written: set[str] = set()  # by the first forward, which may lay weights out
         self._written_to: dict[str, None] = {}  # by a later one
+        self._skipped_at = math.inf  # the least loss scale at which a step was skipped
 
     def _find(self, key: str, level: str, sentence: str, line: str, **more: Any) -> None:
         self.findings.append(PreflightFinding(key, level, sentence, line, **more))
@@ -81,25 +82,41 @@ class Checking:
         if self._two_scales():
             return
         twin = twin_of(self.optimizer, self.model, self.scaler, lr)
+        lost = _overflown(self.model)
         self._eps(twin)
         if not self._calibrate(twin):
             return
-        run = Probe(self.model, self.loss_fn).run(float(twin.loss_scale))
+        probe = Probe(self.model, self.loss_fn)
+        run = probe.run(float(twin.loss_scale), inside=True)
         self.steps += 1
         if not run.is_finite:
             if not any(finding.key == "eps" for finding in self.findings):  # which says why
                 self._not_finite(diagnose(self.model, self.loss_fn, twin), after="after one step: ")
             return
-        self._of_probe(run, twin)
-        records: list[dict[str, Any]] = []
         last = max(steps, self.steps + 2)
-        with Monitor(twin, every=last - self.steps - 1, to=records.append):
+        largest = self._largest_scale(probe, run, float(twin.loss_scale))
+        last = max(last, self.steps + 1)
+        self._of_probe(run, twin, largest)
+        records: list[dict[str, Any]] = []
+        with Monitor(twin, every=max(1, last - self.steps - 1), to=records.append):
             while self.steps < last:
                 self._step(twin, looks=self.steps == last - 1)
         if self._written_to:
             self._written(list(self._written_to), "the forward or the backward")
+        self._of_buffers(_overflown(self.model) - lost)
         self._of_samples([record for record in records if record["kind"] == "sample"], twin)
-        self._tell(run, twin)
+        self._tell(run, twin, largest)
+
+    def _largest_scale(self, probe: Probe, run: Run, scale: float) -> float:
+        """The largest power of two at which no gradient of this batch overflows, tried; of an FP16 loss it is one."""
+        most = 2.0**15 if run.loss_dtype == torch.float16 else CEILING
+        largest = min(room(run.reaches, scale, torch.device("cpu")) or scale, most, self._skipped_at / 2)
+        while largest > scale and any(reach.dtype == torch.float16 for reach in run.reaches):
+            self.steps += 1
+            if all(reach.is_finite for reach in probe.run(largest).reaches):
+                break
+            largest /= 2
+        return largest
 
     def _step(self, twin: MixedPrecisionOptimizer, looks: bool = False) -> None:
         """One step of the copy.
@@ -107,6 +124,12 @@ class Checking:
         Args:
             looks: whether to see which 16-bit weights the forward and the backward write.
         """
+        scale = float(twin.loss_scale)
+        self._step_at_its_scale(twin, looks)
+        if twin.step_was_skipped:
+            self._skipped_at = min(self._skipped_at, scale)
+
+    def _step_at_its_scale(self, twin: MixedPrecisionOptimizer, looks: bool) -> None:
         self.steps += 1
         twin.zero_grad()
 
@@ -150,7 +173,10 @@ class Checking:
         found = diagnose(self.model, self.loss_fn, twin)
         if found.kind == "none":  # by chance: a batch, a dropout
             return True
-        self._not_finite(found)
+        if found.kind == "overflow" and found.largest_scale is None:
+            self._inside(Probe(self.model, self.loss_fn).run(found.scale, inside=True).inside)
+        if not any(finding.key == "inside" for finding in self.findings):  # which says why
+            self._not_finite(found)
         return False
 
     # -- before anything is measured ------------------------------------------------------------------------------
@@ -275,13 +301,12 @@ class Checking:
 
     # -- one forward and backward with hooks ----------------------------------------------------------------------
 
-    def _of_probe(self, run: Run, twin: MixedPrecisionOptimizer) -> None:
+    def _of_probe(self, run: Run, twin: MixedPrecisionOptimizer, largest: float) -> None:
         scale, dynamic = float(twin.loss_scale), twin.scaler.dynamic
         shares = self._underflow(run)
         elements = {name: self.trained[name].numel() for name in shares}
         share = mean_over(shares, elements)
         bad = most_elements_first(shares, elements)
-        largest = _largest_scale(run, scale)
         numbers = {"underflow": share, "loss_scale": scale, "largest_scale": largest}
         of = {"layer": next(iter(bad), None), "numbers": numbers, "by_layer": bad}
         worst = f", most in {shares_in_words(bad)}" if bad else ""
@@ -305,9 +330,46 @@ class Checking:
                 "dynamic=True  # in place of loss_scale" if can and not dynamic else "model.bfloat16()",
                 **of,
             )
+        self._inside([one for one in run.inside if not one.is_harmless])
         self._autocast(run)
         self._near_the_end(run, scale, dynamic)
         self._not_held(run)
+
+    def _inside(self, found: list[Inside]) -> None:
+        if not found:
+            return
+        one = found[0]
+        gives = "" if one.output is None else f" What {one.name} gives is {one.output}"
+        gives += "." if one.in_fp32 is None or not gives else f", and in FP32 {one.in_fp32}."
+        gives = " What it gives is right all the same, and its gradient is not finite." if one.is_harmless else gives
+        more = f" So it is in {describe([other.name for other in found[1:]])}." if found[1:] else ""
+        self._find(
+            "inside",
+            "error",
+            f"in the forward of {one.name}, {one.operation} makes inf: FP16 ends at 65504, and FP32 would hold "
+            f"{one.largest:,.0f}.{gives}{more}",
+            f"x = x.float()  # first in the forward of {one.name}; what it returns .half() again",
+            layer=one.name,
+            numbers={"largest": one.largest},
+            by_layer={other.name: other.largest for other in found},
+        )
+
+    def _of_buffers(self, names: set[str]) -> None:
+        """FP16 buffers that have come to hold inf or nan, such as the variance of a batch norm."""
+        if not names:
+            return
+        found = sorted(names)
+        module = found[0].rpartition(".")[0]
+        self._find(
+            "buffers",
+            "error",
+            f"{describe(found)}: the buffer is FP16, and became inf or nan in these steps. In eval mode the module "
+            "takes its numbers from there.",
+            f"model.get_submodule({module!r}).float()  # before the optimizer is made",
+            layer=found[0],
+            numbers={"buffers": float(len(found))},
+            by_layer=dict.fromkeys(found, 1.0),
+        )
 
     def _may_lack_scale(self) -> bool:
         """Not where the user has written ``loss_scale=1.0``."""
@@ -444,8 +506,8 @@ class Checking:
         how_many = (
             f"of the updates are too small for 16-bit weights, and are lost: most in {shares_in_words(bad)}."
             if bad
-            else "of these updates are lost, as 16-bit weights train without masters, and more later on, as the learning "
-            "rate and the gradients fall."
+            else "of these updates are lost, as 16-bit weights train without masters, and more later on, as the "
+            "learning rate and the gradients fall."
         )
         self._find(
             "lost_updates",
@@ -458,12 +520,12 @@ class Checking:
         )
 
     def _keeps_what_is_lost(self, optimizer: Optimizer) -> str:
-        """The setting by which an optimizer keeps updates that its 16-bit weights can't hold; "" where there is none."""
+        """The setting by which an optimizer keeps updates that its 16-bit weights can't hold, or ""."""
         settings = {**vars(optimizer), **optimizer.param_groups[0]}
         keeps = (name for name, value in settings.items() if ("kahan" in name or "stochastic" in name) and value)
         return next(keeps, "")
 
-    def _tell(self, run: Run, twin: MixedPrecisionOptimizer) -> None:
+    def _tell(self, run: Run, twin: MixedPrecisionOptimizer, largest: float) -> None:
         """What was run, as the first fact."""
         counts: dict[str, int] = {}
         for param in self.trained.values():
@@ -473,7 +535,7 @@ class Checking:
         whose = type(twin.optimizer).__name__ + ("" if self.optimizer is not None else " (none was given)")
         skipped = twin.skipped_steps - (0 if self.wrapper is None else self.wrapper.skipped_steps)
         skips = f", {skipped} of them skipped to find the loss scale" if skipped else ""
-        largest = _largest_scale(run, float(twin.loss_scale))
+        largest = min(largest, self._skipped_at / 2)
         why = (
             "as the loss is FP16: end the model with .float()" if run.loss_dtype == torch.float16 else "for this batch"
         )
@@ -538,10 +600,10 @@ class Checking:
             )
 
 
-def _largest_scale(run: Run, scale: float) -> float:
-    """The largest power of two at which no gradient of this batch overflows; of an FP16 loss its own is the scale."""
-    most = 2.0**15 if run.loss_dtype == torch.float16 else CEILING
-    return min(room(run.reaches, scale, torch.device("cpu")) or scale, most)
+def _overflown(model: nn.Module) -> set[str]:
+    """FP16 buffers that hold inf or nan. What is -inf may be a mask."""
+    halves = {name: value for name, value in model.named_buffers() if value.dtype == torch.float16}
+    return {name for name, value in halves.items() if not bool((value < math.inf).all())}
 
 
 def _as_fp16(grad: Tensor, through_fp16: bool) -> Tensor | None:

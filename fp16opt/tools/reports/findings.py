@@ -19,6 +19,8 @@ KEYS = (
     "refused",
     "no_loss_scale",
     "overflow",
+    "inside",
+    "buffers",
     "autocast",
     "eps",
     "lost_updates",

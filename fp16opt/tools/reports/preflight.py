@@ -71,7 +71,7 @@ def check(
     """Train for some steps, on your own batch, and say what 16 bits do to the training and what the loop does wrong.
 
     It looks at gradients that underflow or overflow and at the loss scale, at updates that 16-bit weights lose, at
-    activations near the end of FP16, at an ``eps`` that is 0 in FP16, at the dtype of autocast, at parameters that no
+    activations near the end of FP16, at operations inside of modules and buffers that overflow, at an ``eps`` that is 0 in FP16, at the dtype of autocast, at parameters that no
     optimizer holds or that get no gradient, and at weights that the forward writes. With ``train_step`` it runs three
     rounds of your own loop too, one of them with a gradient that overflows, and sees a clip that doesn't count, a
     scheduler that moves although the step was skipped, gradients and weights that other lines write.
