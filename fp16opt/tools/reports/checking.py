@@ -36,6 +36,9 @@ from .twins import params_of, twin_of
 
 _PATIENCE = 24
 """Skips with which a dynamic scale may begin."""
+_BITS = {torch.bfloat16: 8, torch.float16: 11}
+_MANY = {torch.bfloat16: 16, torch.float16: 64}
+"""From how many micro-batches on their sum in 16 bits is worth a word."""
 _NEAR = 0.5
 """The share of FP16's range from which on a number is near its end."""
 
@@ -582,6 +585,45 @@ class Checking:
         if seen.refused is not None and not (seen.clips or seen.gradients):
             words, place = seen.refused
             self._find("refused", "error", f"{place} is refused: {words}", "see docs/errors.md")
+        if seen.left:
+            some = describe(seen.left, limit=3)
+            self._find(
+                "left_over",
+                "error",
+                f"a step takes the gradients of earlier steps once more, as nothing clears them in between: {some}.",
+                "optimizer.zero_grad()  # before the backward, or after optimizer.step()",
+                layer=seen.left[0],
+                numbers={"parameters": float(len(seen.left))},
+            )
+        if not seen.steps and seen.refused is None:
+            self._find(
+                "no_step",
+                "warning",
+                "three rounds of train_step never step this optimizer, so that the weights that it holds stay as they "
+                "are. Where a round is one of several micro-batches, give all of them as one train_step.",
+                "optimizer.step()  # after the backward",
+            )
+        count, dtype = seen.added
+        if count >= _MANY.get(dtype, math.inf):
+            kind = str(dtype).removeprefix("torch.")
+            sums = 'grad_accumulation="fp32"'
+            self._find(
+                "micro_batches",
+                "warning",
+                f"{count} micro-batches are added up in {kind}, of {_BITS[dtype]} bits: of the last one, next to the "
+                f"sum, {max(0.0, _BITS[dtype] - math.log2(count)):.1f} bits are left.",
+                f"{sums}  # in MixedPrecisionOptimizer(...)" if wrapped else WRAP.replace("named", f"{sums}, named", 1),
+                numbers={"micro_batches": float(count)},
+            )
+        if seen.averages:
+            self._find(
+                "average",
+                "warning",
+                f"{named_lines(seen.averages)} averages 16-bit weights in 16 bits: what an update adds to the average "
+                "is mostly less than half of what it can move by, and is lost.",
+                "averaged = fp16opt.AveragedMasters(model, optimizer, fp16opt.ema(0.999))  # in FP32, of masters\n"
+                "averaged.update()  # after optimizer.step(), in place of that line",
+            )
         already = any(finding.key == "weights_written" for finding in self.findings)
         if seen.weights and not already:
             self._written(seen.weights, "a line between two steps")

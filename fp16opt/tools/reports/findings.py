@@ -27,11 +27,15 @@ KEYS = (
     "underflow",
     "clip",
     "gradients_written",
+    "left_over",
+    "no_step",
     "weights_written",
     "other_parameters",
     "not_in_optimizer",
     "no_gradient",
     "near_the_end",
+    "micro_batches",
+    "average",
     "scheduler",
 )
 """What :attr:`PreflightFinding.key` may be, the worst first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -398,14 +398,27 @@ def check_loss(loss: object) -> None:
 
 
 @contextlib.contextmanager
-def as_it_was(model: nn.Module, with_gradients: bool) -> Iterator[None]:
-    """Afterwards buffers and random number generators are as before, and, where asked for, parameters' gradients."""
+def buffers_as_they_were(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Afterwards these modules have the buffers of before, with their bits."""
     buffers = [
         (module._buffers, name, value, value.clone())
-        for module in model.modules()
+        for module in modules
         for name, value in module._buffers.items()
         if value is not None
     ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for place, name, value, copy in buffers:
+                place[name] = value
+                if not same_bits(value, copy):
+                    value.copy_(copy)
+
+
+@contextlib.contextmanager
+def as_it_was(model: nn.Module, with_gradients: bool) -> Iterator[None]:
+    """Afterwards buffers and random number generators are as before, and, where asked for, parameters' gradients."""
     params = list(model.parameters()) if with_gradients else []
     grads = raw_grads(params)
     # DDP writes the next gradients where the present ones are views of its buckets.
@@ -416,17 +429,13 @@ def as_it_was(model: nn.Module, with_gradients: bool) -> Iterator[None]:
     numpy_state = None if numpy is None else numpy.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), buffers_as_they_were(model.modules()):
             yield
     finally:
         random.setstate(state)
         if numpy is not None and numpy_state is not None:
             numpy.random.set_state(numpy_state)
         with torch.no_grad():
-            for place, name, value, copy in buffers:
-                place[name] = value
-                if not same_bits(value, copy):
-                    value.copy_(copy)
             for param, grad, kept in zip(params, grads, copies, strict=True):
                 set_raw_grad(param, grad)
                 if kept is not None and grad is not None:
