@@ -46,14 +46,19 @@ class Averages(TorchFunctionMode):
         return made
 
     def _look(self, name: str, made: Any, operands: list[Any], alpha: Any) -> None:
-        if not isinstance(made, Tensor) or made.dtype not in HALF_DTYPES or made.requires_grad or self._is_held(made):
+        if (
+            not isinstance(made, Tensor)
+            or made.dtype not in HALF_DTYPES
+            or made.grad_fn is not None
+            or self._is_held(made)
+        ):
             return
         tensors = [one for one in operands[:2] if isinstance(one, Tensor) and one.shape == made.shape]
         weights = [one for one in tensors if one.data_ptr() in self._params]
         shares = [one for one in tensors if one in self._shares]
         has_other = len(tensors) > len(weights) + len(shares)
         if has_other and ((name == "lerp" and weights) or (name in _SUMS and (shares or (weights and alpha != 1)))):
-            self._tell(sys._getframe(2))
+            self._tell(sys._getframe(1))
         elif (name in _DIFFERENCES and weights) if has_other else (name in _PRODUCTS and (weights or shares)):
             self._shares[made] = True
 

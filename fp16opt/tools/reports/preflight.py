@@ -133,12 +133,12 @@ def check(
     _refuse_many_ranks()
     checked = Checking(model, loss_fn, held, scaler)
     outside = [param for param in params_of(held, model) if id(param) not in checked.names]
-    with quiet(), model_as_it_was(model, outside):
-        checked.train(steps, float(lr))
-    if train_step is not None and held is not None:
-        others = Others([*model.modules(), held, optimizer])
-        with quiet(), others, model_as_it_was(model, outside), optimizer_as_it_was(held):
-            checked.loop(Rounds(model, train_step, held, scaler, others).run())
+    with quiet(), Others([*model.modules(), held, optimizer]) as others:
+        with model_as_it_was(model, outside):
+            checked.train(steps, float(lr))
+        if train_step is not None and held is not None:
+            with model_as_it_was(model, outside), optimizer_as_it_was(held):
+                checked.loop(Rounds(model, train_step, held, scaler, others).run())
     return Preflight(worst_first(checked.findings), checked.facts, checked.steps)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from ...engine.dtensors import raw_grads, set_raw_grad
@@ -86,7 +88,8 @@ def optimizer_as_it_was(optimizer: Optimizer) -> Iterator[None]:
 class Others(contextlib.ExitStack):
     """What a loop moves besides a model and its optimizer: afterwards each is as it was when it was first seen.
 
-    Schedulers, GradScalers, other optimizers with what they step, and other modules' buffers.
+    Schedulers, GradScalers and other optimizers with what they step, which it is told of; buffers of other modules,
+    which it sees called.
 
     Args:
         known: who is put back elsewhere.
@@ -97,6 +100,10 @@ class Others(contextlib.ExitStack):
         self._seen: dict[int, object] = {}
         for one in known:
             self._know(one)
+        self.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Using .torch.compile.module.. when there are global hooks", UserWarning)
+        hook = register_module_forward_pre_hook(lambda module, _: self.see(module))
+        self.callback(hook.remove)
 
     def _know(self, one: Any) -> None:
         parts = (one.optimizer, one.inner) if is_wrapper(one) else ()

@@ -300,8 +300,6 @@ class Rounds:
                 self.seen.steps += one is self._optimizer
             elif isinstance(one, torch.amp.GradScaler):
                 self.seen.steps += frame.f_locals.get("optimizer") is self._optimizer
-        elif code.co_name == "_call_impl":
-            self._others.see(frame.f_locals.get("self"))
         elif code.co_name in ("scale", "unscale_"):
             one = frame.f_locals.get("self")
             if isinstance(one, torch.amp.GradScaler) and one.is_enabled():
