@@ -265,6 +265,18 @@ def closure():
     return loss
 train_step = lambda: optimizer.step(closure)
 """,
+    "two optimizers of one model": """
+model = net(BF16)
+optimizer, second = (MixedPrecisionOptimizer(AdamW(part.parameters(), lr=1e-3)) for part in (model[0], model[2]))
+"""
+    + LOSS
+    + """
+def train_step():
+    loss_fn().backward()
+    for one in (optimizer, second):
+        one.step()
+        one.zero_grad()
+""",
     "a batch norm in FP32": "model = net(HALF, middle=nn.BatchNorm1d(16)); model[1].float()"
     + "\noptimizer = wrap(model, dynamic=True)"
     + LOSS
@@ -465,6 +477,17 @@ FAULTS = {
         lambda line: [line, "pass"],
     ),
     "gradients left over": Fault("left_over", WITH_MASTERS + ROUND.replace("optimizer.zero_grad()", "«pass»"), below),
+    "gradients left over under a GradScaler": Fault(
+        "left_over",
+        PLAIN_FP32 + "scaler = torch.amp.GradScaler('cpu')" + SCALED_ROUND.replace("optimizer.zero_grad()", "«pass»"),
+        below,
+    ),
+    "gradients cleared before the step": Fault(
+        "no_step",
+        WITH_MASTERS
+        + ROUND.replace("    optimizer.step()", "    «pass»\n    optimizer.zero_grad()\n    optimizer.step()"),
+        below,
+    ),
     "no step": Fault("no_step", WITH_MASTERS + ROUND.replace("optimizer.step()", "«pass»"), below),
     "many micro-batches": Fault(
         "micro_batches",

@@ -581,6 +581,7 @@ class Checking:
     def loop(self, seen: Seen) -> None:
         """What three rounds of ``train_step`` showed."""
         wrapped = self.wrapper is not None
+        self.findings = [one for one in self.findings if not self._is_held_by(seen.others, one)]
         clip = "optimizer.clip_master_grads(max_norm)  # in place of that line"
         unscale = "scaler.unscale_(optimizer)  # before that line"
         masters = "clip_grad_norm_(optimizer.master_params(), max_norm)  # after scaler.unscale_(optimizer)"
@@ -628,9 +629,9 @@ class Checking:
             self._find(
                 "no_step",
                 "warning",
-                "three rounds of train_step never step this optimizer, so that the weights that it holds stay as they "
-                "are. Where a round is one of several micro-batches, give all of them as one train_step.",
-                "optimizer.step()  # after the backward",
+                "three rounds of train_step never step this optimizer while there are gradients, so that its weights "
+                "stay as they are. Where a round is one of several micro-batches, give all of them as one train_step.",
+                "optimizer.step()  # after the backward, before optimizer.zero_grad()",
             )
         count, dtype = seen.added
         if count >= _MANY.get(dtype, math.inf):
@@ -679,6 +680,11 @@ class Checking:
                 else "before = scaler.get_scale(); scaler.update()\nif scaler.get_scale() >= before: scheduler.step()",
                 numbers={} if seen.moved is None else {"lr_before": seen.moved[0], "lr_after": seen.moved[1]},
             )
+
+    def _is_held_by(self, others: set[int], finding: PreflightFinding) -> bool:
+        """Whether it names parameters that other optimizers of the loop hold."""
+        missed = [id(self.trained[name]) for name in finding.by_layer] if finding.key == "not_in_optimizer" else []
+        return bool(missed) and others.issuperset(missed)
 
 
 def _overflown(model: nn.Module) -> set[str]:

@@ -66,7 +66,8 @@ class Seen:
         schedulers: lines that stepped a scheduler in the round with the overflow.
         moved: a learning rate before and after that round, where one differs.
         skipped: whether that round's step was skipped; None where there was no such round.
-        steps: how often the optimizer stepped, or a GradScaler was asked to have it step.
+        steps: is 0 where the optimizer had no gradient in any step.
+        others: the ids of parameters that other optimizers stepped.
         left: parameters whose gradients of an earlier step were still there, and were added to, at the next one.
         added: how many 16-bit gradients were added up in 16 bits for one step, at most, and in which dtype.
         averages: lines that average 16-bit weights in 16 bits.
@@ -81,6 +82,7 @@ class Seen:
     skipped: bool | None = None
     refused: tuple[str, Place] | None = None
     steps: int = 0
+    others: set[int] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
     added: tuple[int, torch.dtype] = (0, torch.float32)
     averages: list[Place] = field(default_factory=list)
@@ -250,10 +252,23 @@ class Rounds:
         return keep
 
     def _before_step(self) -> None:
+        self._see_gradients()
+        self._see_writes()
+
+    def _see_gradients(self) -> None:
+        """What has been added up for the step that is to come."""
+        self.seen.steps += self._has_gradients()
         for name in self._adds:
             self.seen.added = max(self.seen.added, (self._adds[name], self._params[name].dtype), key=lambda one: one[0])
         more = [name for name in self._params if name in self._is_added_to and name not in self.seen.left]
         self.seen.left += [name for name in more if id(self._params[name]) in self._held]
+
+    def _has_gradients(self) -> bool:
+        sums = self._wrapper is not None and self._wrapper.grad_accumulation == "fp32"
+        held = (param for param in self._params.values() if id(param) in self._held)
+        return sums or any(raw_grad(param) is not None for param in held)
+
+    def _see_writes(self) -> None:
         if self._scaled and not self._taken:
             for name, kept in self._grads.items():
                 grad = raw_grad(self._params[name])
@@ -266,12 +281,14 @@ class Rounds:
                 self.seen.weights.append(name)
 
     def _when_stepped(self) -> None:
+        self.seen.steps += self._has_gradients()
         grads = ((name, raw_grad(param)) for name, param in self._params.items() if id(param) in self._held)
         self._left = {name: (grad, version(grad)) for name, grad in grads if grad is not None}
         self._note_weights()
 
     def _note_weights(self) -> None:
-        halves = {n: p for n, p in self._params.items() if p.dtype in HALF_DTYPES and raw_grad(p) is not None}
+        held = {name: param for name, param in self._params.items() if id(param) in self._held}
+        halves = {n: p for n, p in held.items() if p.dtype in HALF_DTYPES and raw_grad(p) is not None}
         self._after_step = {name: param.detach().clone() for name, param in halves.items()}
 
     # -- calls ----------------------------------------------------------------------------------------------------
@@ -297,9 +314,9 @@ class Rounds:
             elif isinstance(one, Optimizer):
                 self._others.see(one)
                 self._stepping += 1
-                self.seen.steps += one is self._optimizer
-            elif isinstance(one, torch.amp.GradScaler):
-                self.seen.steps += frame.f_locals.get("optimizer") is self._optimizer
+                self.seen.others |= {id(param) for param in params_of(one)} - self._held
+            elif isinstance(one, torch.amp.GradScaler) and frame.f_locals.get("optimizer") is self._optimizer:
+                self._see_gradients()
         elif code.co_name in ("scale", "unscale_"):
             one = frame.f_locals.get("self")
             if isinstance(one, torch.amp.GradScaler) and one.is_enabled():
