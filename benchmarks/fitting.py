@@ -50,14 +50,14 @@ MODES = [
     Mode("FP16, one pass", {}, {}),
     Mode("split", {"master_weights": "split"}, {"masters": "split"}),
     Mode(
-        "split, released", {"master_weights": "split", "gradient_release": True}, {"masters": "split", "release": "yes"}
+        "split, released", {"master_weights": "split", "gradient_release": True}, {"masters": "split", "release": True}
     ),
     Mode("split, 8-bit state", {"master_weights": "split", **HALF_STATE}, {"masters": "split", "state": "8bit"}),
     Mode("split24, 8-bit state", {"master_weights": "split24", **HALF_STATE}, {"masters": "split24", "state": "8bit"}),
     Mode(
         "split24, 8-bit state, released",
         {"master_weights": "split24", "gradient_release": True, **HALF_STATE},
-        {"masters": "split24", "state": "8bit", "release": "yes"},
+        {"masters": "split24", "state": "8bit", "release": True},
     ),
 ]
 

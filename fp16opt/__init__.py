@@ -12,13 +12,18 @@ from .grad_scaler import GradScaler
 from .memory import Memory
 from .optimizer import MixedPrecisionOptimizer
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
+from .tools import averaging as averaging
+from .tools import foreign as foreign
+from .tools import plan as plan
+from .tools import reports as reports
 from .tools.averaging import AveragedMasters, ema
 from .tools.certify import Check, Report, certify
 from .tools.foreign import Loaded, load_foreign
 from .tools.reports import Diagnosis, Monitor, Preflight, PreflightFinding, check, diagnose
 
-# Where `certify.closure_calls` was imported from before the tools had a room of their own.
-sys.modules[f"{__name__}.certify"] = sys.modules[f"{__name__}.tools.certify"]
+# Scripts name modules of tools as they lay once: `from fp16opt.certify import closure_calls`, `fp16opt.averaging.ema`.
+_tools = [name for name in sys.modules if name.startswith(f"{__name__}.tools.")]
+sys.modules.update({name.replace(".tools", "", 1): sys.modules[name] for name in _tools})
 
 __version__ = "0.2.0"
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from . import parallel
 from .engine.missing_scale import WayToScale
-from .engine.modes.compatibility import check_optimizer
 from .optimizer import MixedPrecisionOptimizer
 from .optimizers import lion
 
@@ -89,7 +88,7 @@ class _ByClass(MixedPrecisionOptimizer):
         for pair in self.params.all:
             self.optimizer.param_groups[pair.group]["params"][pair.index] = pair.model
         with torch.inference_mode(False):
-            check_optimizer(self.config, self.optimizer, self.scaler, self._names, is_zero=False)
+            self._check_new(self.optimizer)
             self._make(self.optimizer, self.master_weights, self.on_model_write)
 
     def _way_to_scale(self) -> WayToScale:

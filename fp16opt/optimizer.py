@@ -33,23 +33,22 @@ from .engine.diagnostics import (
 )
 from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec
-from .engine.fused_step import FusedStep
+from .engine.fused_step import FusedStep, check_one_pass
 from .engine.gradients import StepState
 from .engine.look import Look
 from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
-from .engine.missing_scale import WayToScale, underflow, warn_missing_scale, without_scale
+from .engine.missing_scale import WayToScale, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.changes import Changes, require_tensors
 from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
-from .engine.modes.compatibility import check_groups, check_new_group, check_optimizer, make_state_format
-from .engine.modes.release import PerParameterStepper, ReleasedStep, ReleasingState
+from .engine.modes.release import PerParameterStepper, ReleasedStep, ReleasingState, check_release
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
 from .engine.outcome import Outcome, read_at_once
-from .engine.params import HALF_DTYPES, ParamTable, StateByParam
+from .engine.params import HALF_DTYPES, ParamTable, StateByParam, labelled
 from .engine.passes import Gradients
-from .engine.ranks import Detached, Digest, Facts
+from .engine.ranks import Digest, Facts
 from .engine.schema import is_ours
 from .engine.stage import BackwardScale, Check, Ready, ScaledBy
 from .engine.state_format import convert_all
@@ -121,12 +120,7 @@ def between_hooks(step: Method) -> Method:
                 returned = framed(self, *args, **kwargs)
                 self.model_writes.write_edited()
                 return returned
-            returned = (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
-            _, of_this, _, of_all = *own_step_hooks(self), *STEP_HOOKS_OF_ALL
-            for hook in (*of_this.values(), *of_all.values()):  # one may have been registered during the step
-                hook(self, (self, *args), kwargs)
-                self.model_writes.write_edited()
-            return returned
+            return (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
         except BaseException:
             for name in ("grad_scale", "found_inf"):  # torch's GradScaler takes them back only where ``step`` returns
                 self.__dict__.pop(name, None)
@@ -227,7 +221,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         self._may_lack_scale = self.scaler.is_default
         part = parallel.part_of(optimizer)
-        check_optimizer(self.config, part, self.scaler, self._names, part is not optimizer)
+        if gradient_release:
+            check_release(part, self.scaler, part is not optimizer)
+        self._check_new(part)
         self.optimizer = optimizer
         self.master_weights = master_weights
         self.grad_accumulation = grad_accumulation
@@ -240,6 +236,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
         self.way_to_scale = self._way_to_scale()
+
+    def _check_new(self, optimizer: Optimizer) -> None:
+        """Raise ``ValueError`` where an optimizer that is about to be wrapped does not go with the arguments."""
+        self._state_format = state8.make_state_format(self.config.optimizer_state, type(optimizer))
+        groups = optimizer.param_groups
+        check_one_pass(self.config, optimizer, self._state_format, groups, self._names, is_new=True)
+        if self.config.optimizer_state == "8bit":
+            state8.check_moments(optimizer.state_dict(), [name for name, _ in labelled(groups, self._names)])
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         kinds: dict[str, Callable[[], Masters]] = {
@@ -268,7 +272,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Make the components that hold gradients. A copy or pickle is made without them, and makes its own here."""
         me = weakref.ref(self)
         self._guard = WrappedOptimizerGuard(self.optimizer)
-        self._state_format = make_state_format(self.config, self.inner)
         facts = _weakly(me, MixedPrecisionOptimizer._facts, Facts([], []))
         round_down = _weakly(me, MixedPrecisionOptimizer._round_all, None)
         ranks = parallel.ranks_of(self.optimizer, self.params, self._names, facts, round_down)
@@ -279,7 +282,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._stepper: Stepper
         if self.gradient_release:
             stepped = self.params, self.masters, self._state_format, self.outcome.number
-            one = PerParameterStepper(require_fused_spec(type(self.optimizer)), self.optimizer, *stepped)
+            one = PerParameterStepper(self.optimizer, *stepped)
             self.step_state = ReleasingState(*parts, stepper=one, model_writes=self.model_writes)
             self._stepper = ReleasedStep(self.optimizer)
         else:
@@ -290,16 +293,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _make_stepper(self) -> Stepper:
         parts = self.params, self.masters, self.step_state
-        if self.config.required_by:
-            require_fused_spec(type(self.inner))
-        spec = fused_spec_for(type(self.inner)) if self.fused_step else None
         why = no_fused_step(type(self.inner)) if self.fused_step else "fused_step=False"
         general = WrappedStep(self.optimizer, self.params, self.masters, why, self.inner)
-        if spec is None:
+        if not self.fused_step or self._state_format.spec is None:
             return general
-        form = self._state_format, self.config.required_by, self.outcome.number
+        form = self._state_format, self.outcome.number
         run = parallel.run_hooks_of(self.optimizer, self.model_writes.round_written)
-        return FusedStep(self.fused_step, spec, self.inner, *parts, *form, general, run, self.lines)
+        return FusedStep(self.config, self.inner, *parts, *form, general, run, self.lines)
 
     def _adopt(self, model: Tensor) -> tuple[Tensor, bool]:
         """The master of a parameter, with the optimizer state that the parameter had, in FP32 where it was in 16 bits.
@@ -389,29 +389,29 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
         self.model_writes.require_not_swapped("a copy or pickle")
+        ranks = self.step_state.ranks
+        if ranks.within is not ranks:
+            raise RuntimeError(
+                "a copy or pickle of an optimizer that shares its verdict with a pipeline would belong to "
+                "no process group. Copy it before fp16opt.distributed.attach(opt, model, process_group=...)."
+            )
         self.settle("copy.deepcopy or pickle")
         self.model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        ranks = self.step_state.ranks
-        return {
-            **kept,
-            "_wrapped_extras": extras(self.optimizer),
-            "_steps_counted": self.steps_counted(),
-            "_shares_verdict": ranks.within is not ranks,
-        }
+        return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self.steps_counted()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         left, counted = state.pop("_wrapped_extras"), state.pop("_steps_counted")
-        shared_verdict = state.pop("_shares_verdict", False)
         self.__dict__.update(state)
         self.outcome.steps_taken = counted
         for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
         self._names = {}
+        if self.config.required_by:
+            require_fused_spec(type(self.inner))
+        self._state_format = state8.make_state_format(self.optimizer_state, type(self.inner))
         self.model_writes.count_anew()
         self._compose()
-        if shared_verdict:
-            self.step_state.ranks = Detached(self.step_state.ranks)
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
 
@@ -433,7 +433,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         names = {**self._names, **names}
         new = {**group, "params": params}
         self.params.check_new_group(new, number, names)
-        check_new_group(self.config, self.optimizer, new, number, names)
+        check_one_pass(self.config, self.inner, self._state_format, [{**self.defaults, **new}], names, number)
         self.optimizer.add_param_group(group)
         self._names = names
         self._begin("add_param_group")
@@ -464,7 +464,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _look(self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> Look:
         """What every call that needs gradients begins with: :meth:`_begin`, then a look at what there is."""
-        return self.step_state.look(self._begin(call, verifies, rounds, gives_up))
+        look = self.step_state.look(self._begin(call, verifies, rounds, gives_up))
+        return self.step_state.see(look) if self.step_state.is_to_fold else look  # so that nothing keeps what is freed
 
     @outside_inference
     def _begin(
@@ -508,7 +509,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Parameters were added, removed, replaced or reordered."""
         if not gives_up:
             self.step_state.require_open()
-        self._check_groups(groups)
+        models = {id(pair.master): pair.model for pair in self.params.all}
+        asked = [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
+        check_one_pass(self.config, self.inner, self._state_format, asked, self._names)
+        self.model_writes.write_edited()  # while those that leave are known
         before = {id(pair): position for position, pair in enumerate(self.params.all)}
         gone = self.params.sync(groups, self._names, self._adopt)
         unmark([pair.model for pair in gone])
@@ -516,12 +520,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.inner.state.pop(pair.master, None)
         convert_attributes(self.inner, self.params, self.lines)
         self._params_changed([before.get(id(pair)) for pair in self.params.all])
-
-    def _check_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Raise where parameters or settings that came can't be served."""
-        models = {id(pair.master): pair.model for pair in self.params.all}
-        asked = [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
-        check_groups(self.config, self.optimizer, asked, 0, self._names)
 
     def _params_changed(self, came_from: list[int | None], is_thaw: bool = False) -> None:
         """Parameters came, went or moved; arguments as for :meth:`.StepState.follow_params`."""
@@ -750,7 +748,22 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if not self.step_state.is_stepping:  # else a hook has called: the step goes on with what it has found
             self._begin("zero_grad", verifies=False, gives_up=True)
+            self._count_given_up()
         self.step_state.clear(set_to_none)
+
+    def _count_given_up(self) -> None:
+        """A batch that the user has found not finite, and goes on from without a step, is a skip: the scale falls.
+
+        A limit on skips in a row is told by the next step that is skipped.
+        """
+        check = self.step_state.given_up()
+        if check is None:
+            return
+        if not self._on_host:
+            self.outcome.give_up(check)
+        elif bool(check.found_inf):
+            self._record(check, skipped=True)
+            self._log_step(check, True, raises=False)
 
     @between_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -900,9 +913,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         is_told = "found_inf" in self.__dict__ or scale.by.is_told  # a GradScaler's
         if not (is_told or scale.scaler.dynamic or float(scale.scale) != 1.0):
             pairs = without_scale(self.params.all)
-            lost = underflow(pairs, self.step_state.is_sum)
             if pairs:
-                warn_missing_scale(self.lines, pairs, lost, self.way_to_scale, not self.step_state.is_own)
+                warn_missing_scale(self.lines, pairs, self.way_to_scale, not self.step_state.is_own)
         self._may_lack_scale = False
 
     def _way_to_scale(self) -> WayToScale:
@@ -964,11 +976,17 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _step_reevaluating(self, closure: Callable[[], Any]) -> Any:
         self._begin("step")
         self.model_writes.sync()
-        evaluations = MasterReevaluations(closure, self._round_all, self.step_state)
+        self.params.follow_marks()
+        evaluations = MasterReevaluations(closure, self._take_moved, self.step_state)
         stepped: bool = self._run_step(lambda step: self._reevaluate(step, evaluations))
         if not stepped:
             self.zero_grad()
         return evaluations.returned if stepped else evaluations.loss
+
+    def _take_moved(self) -> None:
+        """The model takes what the optimizer has written to masters, in whatever memory."""
+        self.params.keep_memory()
+        self._round_all()
 
     def _reevaluate(self, step: Step, evaluations: MasterReevaluations) -> bool:
         try:
@@ -1038,10 +1056,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Tell other ranks, and the log, of a step that is over."""
         if not self.step_state.replicas.alone:
             self.step_state.replicas.after_step(skipped, self._digest)
+        self._log_step(check, skipped)
+
+    def _log_step(self, check: Check, skipped: bool | Tensor, raises: bool = True) -> None:
         before, losses = self.outcome.before, self.outcome.losses
         self.outcome.before, self.outcome.losses = None, ()
         if before is not None:
-            self.outcome.tell(skipped, self.scaler, before, losses, check, self.params, "found_inf" in self.__dict__)
+            under = "found_inf" in self.__dict__
+            self.outcome.tell(skipped, self.scaler, before, losses, check, self.params, under, raises)
 
     # -- state to read -----------------------------------------------------------------------------------------------
 
@@ -1243,9 +1265,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check = everywhere or (lambda work: work())
         state_dict = check(lambda: self._decoded(state_dict))
         thawed = self._to_thaw(state_dict)
-        masters = self._saved_masters()
+        masters = list(self.params.apart)  # their shapes: of split ones values are not made
         for position in thawed:  # they get a master if all fits
-            masters[position] = self.params.models[position].detach().float()
+            masters[position] = self.params.models[position]
         plan = check(lambda: self._plan(state_dict, masters))
         check(lambda: self._check_loaded(state_dict))
         if thawed:
@@ -1253,12 +1275,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._params_changed([None if n in thawed else n for n in range(len(self.params))], is_thaw=True)
         if not plan.has_masters:  # else weights that were loaded just before would be undone below
             self.model_writes.sync()
-        masters = self._saved_masters()
-        plan.apply(masters)
-        if plan.has_masters:
-            self.outcome.steps_taken = state_dict.get("steps", 0)
-            self.outcome.skipped_steps = state_dict.get("skipped_steps", 0)
-        self._take_loaded(masters)
+        plan.apply(self._convert_loaded, lambda: self._finish_load(plan, state_dict))
 
     def _decoded(self, state_dict: Any) -> Any:
         """A checkpoint with FP32 state in place of codes, of which the optimizer can make its own.
@@ -1286,20 +1303,29 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             {**here, **told, "params": [pair.model for pair in self.params.all if pair.group == number]}
             for number, (here, told) in enumerate(zip(self.inner.param_groups, saved, strict=False))
         ]
-        check_groups(self.config, self.optimizer, groups, 0, self._names)
+        check_one_pass(self.config, self.inner, self._state_format, groups, self._names)
 
     def _plan(self, state_dict: Any, masters: list[Tensor | None]) -> checkpoint.LoadPlan:
         return checkpoint.plan_load(
             state_dict, optimizer=self.inner, masters=masters, names=self.params.names, scaler=self.scaler
         )
 
-    def _take_loaded(self, masters: list[Tensor | None]) -> None:
-        """Masters take the values into which a checkpoint was loaded; the model and the state follow."""
-        for pair, value in zip(self.params.all, masters, strict=True):
-            if value is not None and not self.masters.are_whole:
-                self.masters.write([pair], [value])
+    def _convert_loaded(self) -> None:
+        """Loaded state comes to the form in which it is kept."""
         self.masters.lay_out(self.params.all, self.inner.state)
         convert_all(self._state_format, self.params.all, self.inner)
+
+    def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any]) -> None:
+        """Masters and counts of a checkpoint that has them are taken, and the model follows."""
+        with torch.no_grad():
+            for pair, saved in zip(self.params.all if plan.has_masters else (), plan.masters, strict=True):
+                if saved is not None:
+                    value = self.masters.read([pair])[0].copy_(saved)
+                    if not self.masters.are_whole:
+                        self.masters.write([pair], [value])
+        if plan.has_masters:
+            self.outcome.steps_taken = state_dict.get("steps", 0)
+            self.outcome.skipped_steps = state_dict.get("skipped_steps", 0)
         self.params.changed()
         self.step_state.forget()
         self._round_all()
@@ -1363,8 +1389,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
         self._begin("take_delta")
-        changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
-        return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes, self._changes.source)
+        with self._changes.all_or_nothing():
+            changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
+            return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes, self._changes.source)
 
     @opaque
     @outside_inference

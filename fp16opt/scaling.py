@@ -67,6 +67,12 @@ class LossScaler(abc.ABC):
     generation: int
     """Grows by one when the scale changed or may have: lets 1/scale be cached without reading it."""
 
+    backwards: ClassVar[int] = 0
+    """How many have begun, with any scaler."""
+
+    last_backward: int = 0
+    """The number, among all, of the last one with this scaler, of any optimizer that it serves."""
+
     _scale: Tensor
 
     @property
@@ -90,6 +96,11 @@ class LossScaler(abc.ABC):
     @abc.abstractmethod
     def set_scale(self, value: float) -> None:
         """Set the scale, and count finite steps from zero again. ValueError where out of range."""
+
+    def begin_backward(self) -> None:
+        """One with this scaler begins."""
+        LossScaler.backwards += 1
+        self.last_backward = LossScaler.backwards
 
     @abc.abstractmethod
     def update(self, found_inf: Tensor) -> None:

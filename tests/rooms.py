@@ -79,8 +79,17 @@ class Room:
         )
 
     def load(self, sd: Any) -> Room:
-        self.plan(sd).apply(self.masters)
+        self.apply(self.plan(sd))
         return self
+
+    def apply(self, plan: checkpoint.LoadPlan) -> None:
+        def finish() -> None:
+            with torch.no_grad():
+                for master, saved in zip(self.masters if plan.has_masters else (), plan.masters, strict=True):
+                    if master is not None:
+                        master.copy_(saved)
+
+        plan.apply(lambda: None, finish)
 
     def everything(self) -> Any:
         return flatten([

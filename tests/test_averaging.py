@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +56,13 @@ def train(net: nn.Module, opt: MixedPrecisionOptimizer, numbers: range) -> None:
         opt.zero_grad()
         opt.backward((net(batch(number)) - 1.0).square().mean())
         opt.step()
+
+
+def follow(net: nn.Module, opt: MixedPrecisionOptimizer, averaged: AveragedMasters, numbers: range) -> None:
+    """Steps, and an update after each."""
+    for number in numbers:
+        train(net, opt, range(number, number + 1))
+        averaged.update()
 
 
 def make(dtype: torch.dtype = torch.float16, inner: Any = AdamW, **options: Any) -> tuple[Net, MixedPrecisionOptimizer]:
@@ -158,20 +164,6 @@ def test_a_rule_of_ones_own_gets_the_number_of_updates() -> None:
     assert np.allclose(averaged.fp32_state_dict()["a.weight"].numpy(), np.mean(values, axis=0), rtol=0, atol=1e-6)
 
 
-def test_a_skipped_step_takes_the_same_values_again() -> None:
-    net, opt = make(dynamic=True, inner=SGD)
-    averaged = AveragedMasters(net, opt, ema(0.5))
-    train(net, opt, range(2))
-    averaged.update()
-    before = averaged.fp32_state_dict()["a.weight"].clone()
-    opt.zero_grad()
-    opt.backward(net(batch(0)).sum() * float("inf"))
-    opt.step()
-    averaged.update()
-    assert opt.step_was_skipped
-    assert torch.equal(averaged.fp32_state_dict()["a.weight"], before)
-
-
 def test_parameters_that_come_later_and_those_that_thaw() -> None:
     net = Net()
     net.a.weight.requires_grad_(False)
@@ -190,19 +182,6 @@ def test_parameters_that_come_later_and_those_that_thaw() -> None:
     assert np.array_equal(found["wide"].numpy(), values["wide"])  # its first values are those of its first update
 
 
-def test_tables_are_made_once() -> None:
-    net, opt = make()
-    averaged = AveragedMasters(net, opt, ema(0.5))
-    train(net, opt, range(1))
-    averaged.update()
-    tables = [table for _, _, table in averaged._devices]
-    rebuilt = [table.rebuilds for table in tables]
-    for number in range(3):
-        train(net, opt, range(number, number + 1))
-        averaged.update()
-    assert [table.rebuilds for table in tables] == rebuilt == [1]
-
-
 # -- the model with averages -------------------------------------------------------------------------------------------
 
 
@@ -214,9 +193,7 @@ def test_swap_puts_averages_into_the_model_and_weights_back(
     net, opt = make(dtype, **WAYS[way])
     other, theirs = make(dtype, **WAYS[way])
     averaged = AveragedMasters(net, opt, ema(0.9))
-    for number in range(4):
-        train(net, opt, range(number, number + 1))
-        averaged.update()
+    follow(net, opt, averaged, range(4))
     train(other, theirs, range(4))
     before = bits(net)
     for _ in range(2):
@@ -253,36 +230,6 @@ def test_swap_is_no_write_where_writes_are_errors() -> None:
         pass
 
 
-def test_a_write_from_before_the_swap_is_taken_and_not_lost() -> None:
-    net, opt = make()
-    averaged = AveragedMasters(net, opt, ema(0.5))
-    train(net, opt, range(2))
-    averaged.update()
-    with torch.no_grad():
-        net.a.weight.fill_(0.5)
-    with averaged.swap():
-        pass
-    assert net.a.weight.eq(0.5).all()
-    assert masters(net, opt)["a.weight"].min() == 0.5
-
-
-def test_a_master_written_before_the_swap_is_rounded_down_by_the_next_step() -> None:
-    net, opt = make(fused_step=False, inner=SGD)
-    averaged = AveragedMasters(net, opt, ema(0.5))
-    train(net, opt, range(1))
-    averaged.update()
-    master = list(opt.master_params())[1]
-    with torch.no_grad():
-        master.fill_(0.25)
-    with averaged.swap():
-        pass
-    assert master.eq(0.25).all()
-    opt.zero_grad()
-    opt.backward(net.b.weight.float().sum())
-    opt.step()
-    assert net.a.weight.eq(0.25).all()
-
-
 INSIDE: dict[str, Callable[[Net, MixedPrecisionOptimizer, AveragedMasters], Any]] = {
     "step": lambda net, opt, averaged: opt.step(),
     "step with a closure": lambda net, opt, averaged: opt.step(lambda: opt.backward(net(batch(0)).sum())),
@@ -317,9 +264,7 @@ register_fused_step(Switched, "adamw", same)
 def test_what_trains_saves_or_loads_raises_inside_and_changes_nothing(call: str, way: str) -> None:
     net, opt = make(**WAYS[way], inner=Switched if call == "eval" else AdamW)
     averaged = AveragedMasters(net, opt, ema(0.9))
-    for number in range(2):
-        train(net, opt, range(number, number + 1))
-        averaged.update()
+    follow(net, opt, averaged, range(2))
     before, values = bits(net.eval()), masters(net, opt)
     with averaged.swap():
         inside = bits(net)
@@ -352,18 +297,6 @@ def test_an_exception_inside_puts_the_weights_back() -> None:
         raise KeyError("evaluation")
     assert bits(net) == before
     train(net, opt, range(1))
-
-
-def test_gradients_that_wait_for_a_step_survive_a_swap() -> None:
-    (net, opt), (other, theirs) = make(), make()
-    averaged = AveragedMasters(net, opt, ema(0.9))
-    for model, optimizer in ((net, opt), (other, theirs)):
-        optimizer.backward((model(batch(0)) - 1.0).square().mean())
-    with averaged.swap(), torch.no_grad():
-        net.eval()(batch(1))
-    opt.step()
-    theirs.step()
-    assert bits(net)["a.weight"] == bits(other)["a.weight"]
 
 
 def test_inference_mode_around_everything() -> None:
@@ -406,9 +339,7 @@ def test_a_resumed_average_goes_on_bit_for_bit() -> None:
     opt2.load_state_dict(saved["opt"])
     averaged2.load_state_dict(saved["averages"])
     kept = saved["averages"]["module.a.weight"].clone()
-    for number in range(3, 6):
-        train(net2, opt2, range(number, number + 1))
-        averaged2.update()
+    follow(net2, opt2, averaged2, range(3, 6))
     assert torch.equal(saved["averages"]["module.a.weight"], kept)  # training does not edit the caller's dict
     mine, theirs = averaged2.state_dict(), averaged.state_dict()
     assert mine.keys() == theirs.keys()
@@ -551,14 +482,3 @@ def test_one_optimizer_of_two_models() -> None:
     with averaged.swap():
         assert bits(other) == before
     assert optimizer_state(opt.state_dict())["param_groups"]
-
-
-def test_warnings_are_none() -> None:
-    net, opt = make()
-    averaged = AveragedMasters(net, opt, ema(0.5))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(net, opt, range(2))
-        averaged.update()
-        with averaged.swap():
-            pass

@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import fp16opt
 from fp16opt import Check, Report, certify
 from fp16opt.__main__ import main
-from fp16opt.tools.certify import closure_calls, factory_like, targets
-from fp16opt.tools.certify.comparing import same_bits, settings_of
+from fp16opt.tools.certify import closure_calls, targets
+from fp16opt.tools.certify.comparing import same_bits
 
 CHECKS = [
     *["none_grad", "fp32_state", "deterministic"],
@@ -278,18 +278,6 @@ def test_it_is_the_same_on_another_default_device_and_in_inference_mode(make: An
         assert certify(make).checks == wanted.checks
 
 
-def test_hooks_of_all_optimizers_do_not_hear_of_it() -> None:
-    heard: list[object] = []
-    handle = register_optimizer_step_pre_hook(lambda *args: heard.append(args))
-    try:
-        certify(Right)
-        assert heard == []
-        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
-        assert len(heard) == 1
-    finally:
-        handle.remove()
-
-
 def test_quantised_state_is_told() -> None:
     assert "codes" in certify(Quantised).checks["fp32_state"].detail
 
@@ -333,15 +321,6 @@ def test_random_state_settings_and_arguments_are_left_as_they_were() -> None:
     assert random.getstate() == other
     assert torch.are_deterministic_algorithms_enabled() is deterministic is False
     assert torch.utils.deterministic.fill_uninitialized_memory is fills
-
-
-def test_it_is_the_same_under_another_default_dtype() -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        report = certify(lambda params: torch.optim.AdamW(params, lr=0.01))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert report.ok, report
 
 
 @pytest.mark.parametrize("case", params_of(CASES))
@@ -627,58 +606,6 @@ def test_an_interrupt_while_closures_are_tried_comes_through() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         closure_calls(Interrupted)
-
-
-# -- others like one -------------------------------------------------------------------------------------------------
-
-
-class NeedsMore(Right):
-    """A required argument that is no setting of groups."""
-
-    def __init__(self, params: Any, pace: float, lr: float = 0.1) -> None:
-        super().__init__(params, lr)
-        self.pace = pace
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError("may be as large as the model")
-
-
-def test_another_optimizer_like_one() -> None:
-    one = NeedsMore([torch.nn.Parameter(torch.ones(3))], pace=2.0, lr=torch.tensor(0.25))  # type: ignore[arg-type]
-    one.param_groups[0]["weight_decay"] = 0.5
-    make = factory_like(one, settings_of(one.param_groups[0]))
-    params = [torch.nn.Parameter(torch.ones(2))]
-    made = make(params)
-    assert type(made) is NeedsMore
-    assert made.pace == 2.0
-    assert made.param_groups[0]["params"] == params
-    assert made.param_groups[0]["weight_decay"] == 0.5
-    assert made.param_groups[0]["lr"] == 0.25
-    assert made.param_groups[0]["lr"] is not one.param_groups[0]["lr"]
-    assert closure_calls(make) == "once"
-    assert one.state == {}
-
-
-@pytest.mark.parametrize(("inner", "wanted"), [(Right, "once"), (Sam, "several")])
-def test_another_optimizer_like_one_around_another(inner: type[Right], wanted: str) -> None:
-    one = Lookahead(inner([torch.nn.Parameter(torch.ones(3))], lr=0.25), k=3)
-    make = factory_like(one, settings_of(one.param_groups[0]))
-    made = make([torch.nn.Parameter(torch.ones(2))])
-    assert isinstance(made, Lookahead)
-    assert made.k == 3
-    assert type(made.optimizer) is inner
-    assert made.optimizer is not one.optimizer
-    assert made.param_groups[0]["lr"] == 0.25
-    assert closure_calls(make) == wanted
-
-
-def test_an_optimizer_that_can_not_be_made_again_is_untested() -> None:
-    class Made(Right):
-        def __init__(self, params: Any, secret: Any) -> None:
-            super().__init__(params)
-
-    one = Made([torch.nn.Parameter(torch.ones(3))], object())
-    assert closure_calls(factory_like(one, settings_of(one.param_groups[0]))) == "untested"
 
 
 # -- steps that are compiled -------------------------------------------------------------------------------------------

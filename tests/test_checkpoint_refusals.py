@@ -405,7 +405,7 @@ def test_damaged_checkpoint_is_refused_or_works(data: st.DataObject) -> None:
     except (TypeError, ValueError):
         assert_same(room.everything(), before, "after a refused load")
     else:
-        plan.apply(room.masters)
+        room.apply(plan)
         assert all(g["params"] for g in room.optimizer.param_groups)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

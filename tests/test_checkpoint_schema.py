@@ -92,14 +92,16 @@ def test_plain_torch_dict_keeps_masters_and_scaler(case: OptimizerCase) -> None:
 # -- dtypes, devices, strides --------------------------------------------------------------------------------
 
 
-def test_saved_dtypes_stay_and_halves_become_float32() -> None:
+@pytest.mark.parametrize("plain", [False, True], ids=["ours", "plain"])
+def test_saved_dtypes_stay_and_halves_of_plain_files_become_float32(plain: bool) -> None:
     source, room = odd_room(1), odd_room(2)
     source.optimizer.fill()
-    room.load(through_file(source.build()))
+    room.load(through_file(source.optimizer.state_dict() if plain else source.build()))
     for p, q in zip(source.params, room.params, strict=True):
         want = copy.deepcopy(source.optimizer.state[p])
-        want["half"] = want["half"].float()
-        want["nested"][1]["a"] = (want["nested"][1]["a"][0].float(), None)
+        if plain:
+            want["half"] = want["half"].float()
+            want["nested"][1]["a"] = (want["nested"][1]["a"][0].float(), None)
         assert_same(room.optimizer.state[q], want, "state")
 
 
@@ -281,7 +283,7 @@ def test_error_while_loading_leaves_everything(where: str, error: type[BaseExcep
     before, attributes = room.everything(), dict(vars(room.optimizer))
     plan = room.plan(source.build())
     with pytest.raises(ValueError if where == "missing setting" else error, match=r"lacks 'eps'|from the"):
-        plan.apply(room.masters)
+        room.apply(plan)
     assert_same(room.everything(), before, f"after an error in {where}")
     assert room.optimizer.state is state
     assert room.optimizer.param_groups is groups
@@ -340,7 +342,7 @@ def test_a_nested_optimizer_that_raises_half_way_is_as_it_was() -> None:
         given = flatten(sd)
         plan = room.plan(sd)
         with pytest.raises(Boom, match="half-way"):
-            plan.apply(room.masters)
+            room.apply(plan)
         assert_same(flatten([room.everything(), everything]), before)
         assert vars(room.optimizer).keys() == attributes.keys()
         assert all(vars(room.optimizer)[key] is value for key, value in attributes.items())
@@ -362,7 +364,7 @@ def test_a_class_that_loses_parameters_is_refused() -> None:
     plan = room.plan(source.build())
     message = r"Losing\.load_state_dict left groups of \[3\] params where \[3, 3\] were"
     with pytest.raises(ValueError, match=message):
-        plan.apply(room.masters)
+        room.apply(plan)
     assert_same(room.everything(), before)
 
 

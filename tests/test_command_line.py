@@ -62,7 +62,10 @@ def lossy():
     return model, loss_fn, torch.optim.AdamW(model.parameters(), lr=1e-6)
 
 def sound():
-    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1), "steps": 5}
+    from fp16opt import MixedPrecisionOptimizer
+
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    return {"model": model, "loss_fn": loss_fn, "optimizer": optimizer, "steps": 5}
 
 if __name__ == "__main__":
     raise RuntimeError("it is not run as a program")

@@ -8,8 +8,6 @@ import json
 import os
 import pickle
 import random
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +19,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fp16opt.optim
 from fp16opt import MixedPrecisionOptimizer, WeightDelta
 from fp16opt import kernels as k
+from fp16opt.engine.modes.changes import Changes
+from fp16opt.kernels.changed import ChangedBits
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 STEPS = int(os.environ.get("FP16OPT_DELTA_STEPS", "60" if products.takes_all else "30"))
@@ -230,17 +229,6 @@ def test_a_delta_has_what_changed_and_no_more() -> None:
     assert opt.take_delta(model).num_changed == 0
 
 
-def test_an_overflow_leaves_an_empty_delta() -> None:
-    model, _, opt = pair()
-    model.eval()
-    step(model, opt)
-    opt.take_delta(model)
-    step(model, opt, overflows=True)
-    delta = opt.take_delta(model)
-    assert (delta.names(), delta.num_changed, delta.sequence) == ([], 0, 2)
-    assert delta.nbytes < 4000
-
-
 def test_the_first_delta_goes_from_the_model_as_it_was_wrapped() -> None:
     model, sampler, opt = pair()
     model.norm.running_mean += 1
@@ -274,9 +262,12 @@ def test_other_strides_send_a_weight_whole() -> None:
     opt.take_delta(model).apply_(sampler)
     step(model, opt)
     model.a.weight.data = model.a.weight.data.t().contiguous().t()
-    step(model, opt)
-    opt.take_delta(model).apply_(sampler)
-    assert_equal(model, sampler)
+    for _ in range(2):  # and so from there on
+        step(model, opt)
+        delta = opt.take_delta(model)
+        delta.apply_(sampler)
+        assert_equal(model, sampler)
+        assert delta.num_changed >= model.a.weight.numel() + model.conv.weight.numel(), "that is in channels-last"
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
@@ -309,15 +300,6 @@ def test_a_fresh_wrapper_begins_anew() -> None:
 
 
 # -- where a delta is applied ------------------------------------------------------------------------------------------
-
-
-def test_a_state_dict_is_written_too() -> None:
-    model, sampler, opt = pair()
-    state = {name: value.clone() for name, value in sampler.state_dict().items()}
-    step(model, opt)
-    opt.take_delta(model).apply_(state)
-    assert_equal(model, state)
-    assert_equal(model, {**state, "b.weight": state["tied.weight"]})
 
 
 def test_a_wrong_model_is_refused_unchanged() -> None:
@@ -629,32 +611,6 @@ def test_the_safetensors_package_reads_it(tmp_path: Path) -> None:
     assert tensors["places:a.weight"].dtype in (torch.int32, torch.uint8) if "places:a.weight" in tensors else True
 
 
-def test_through_a_pipe_to_another_process() -> None:
-    """The sampler is another process, which loads one delta after the other as they come."""
-    program = """
-import sys, torch, fp16opt
-sys.path.insert(0, sys.argv[1])
-from test_deltas import Net, HALF
-model = Net(HALF)
-for _ in range(3):
-    fp16opt.WeightDelta.load(sys.stdin.buffer).apply_(model)
-torch.save(model.state_dict(), sys.stdout.buffer)
-"""
-    model, _, opt = pair()
-    here = str(Path(__file__).parent)
-    with subprocess.Popen(
-        [sys.executable, "-c", program, here], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        for _ in range(3):
-            step(model, opt)
-            opt.take_delta(model).save(child.stdin)
-        child.stdin.close()
-        state = torch.load(io.BytesIO(child.stdout.read()))
-    assert_equal(model, state)
-
-
 # -- what is refused, and what it costs --------------------------------------------------------------------------------
 
 
@@ -727,16 +683,6 @@ def test_memory_counts_one_bit_a_parameter() -> None:
     assert 0.125 <= (kept[1] - kept[0]) / 2e6 <= 0.126
 
 
-def test_classes_by_path_track_too() -> None:
-    model = nn.Linear(4, 4, dtype=HALF)
-    sampler = copy.deepcopy(model)
-    opt = fp16opt.optim.AdamW(model.named_parameters(), track_changes=True)
-    opt.backward(model(torch.ones(1, 4, dtype=HALF)).float().sum())
-    opt.step()
-    opt.take_delta(model).apply_(sampler)
-    assert_equal(model, sampler)
-
-
 def test_float8_and_bool_buffers() -> None:
     model = nn.Linear(4, 4, dtype=HALF)
     model.register_buffer("codes", torch.zeros(5).to(torch.float8_e4m3fn))
@@ -799,3 +745,21 @@ def _entries(delta: WeightDelta) -> dict[str, Any]:
     data = file.getvalue()
     found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return found
+
+
+@pytest.mark.parametrize("where", ["clear", "_remember", "WeightDelta.__init__"])
+def test_a_take_that_is_cut_takes_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sampler, opt = pair()
+    step(model, opt)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    of = {"clear": ChangedBits, "_remember": Changes, "WeightDelta.__init__": WeightDelta}[where]
+    with monkeypatch.context() as patched:
+        patched.setattr(of, where.split(".")[-1], stop)
+        with pytest.raises(KeyboardInterrupt):
+            opt.take_delta(model)
+    step(model, opt)
+    opt.take_delta(model).apply_(sampler)
+    assert_equal(model, sampler)

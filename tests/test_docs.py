@@ -177,3 +177,11 @@ def test_messages_that_the_pages_quote_are_raised() -> None:
     for message in quoted:
         wanted = ".*".join(re.escape(part.strip()) for part in message.split(GAP))
         assert any(re.search(wanted, text, re.DOTALL) for text in said), f"nothing in the package says {message!r}"
+
+
+def test_modules_of_tools_are_found_where_they_lay() -> None:
+    for name in ("averaging", "certify", "foreign.loading", "plan", "reports.monitor"):
+        old, new = (importlib.import_module(f"fp16opt.{room}{name}") for room in ("", "tools."))
+        assert old is new
+    assert fp16opt.averaging.ema is fp16opt.ema
+    assert callable(fp16opt.certify)

@@ -478,6 +478,12 @@ def static() -> None:
     Training(loss_scale=1024.0).overflow()
 
 
+def below_one() -> None:
+    one = Training(scaler=DynamicLossScaler(init_scale=1.0))
+    one.step()
+    one.overflow()
+
+
 def floor() -> None:
     one = Training(scaler=DynamicLossScaler(init_scale=1.0, min_scale=1.0))
     one.step()
@@ -665,6 +671,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "loss not finite": (L, loss_not_finite),
     "weights not finite": (L, weights_not_finite),
     "static": (L, static),
+    "below one": (L, below_one),
     "floor": (L, floor),
     "under a GradScaler": (L, under_a_grad_scaler),
     "too many in a row": (LossScaleError, too_many_in_a_row),
@@ -810,7 +817,7 @@ NOT_THERE = (
 def test_every_refusal_of_the_stages_is_on_the_page() -> None:
     """The files that keep the rules raise nothing but what is in the table."""
     missing = []
-    for name in ("step_state", "model_writes", "wrapped_step"):
+    for name in ("gradients", "true_gradients", "model_writes", "wrapped_step"):
         tree = ast.parse((Path(fp16opt.__file__).parent / "engine" / f"{name}.py").read_text("utf-8"))
         for node in ast.walk(tree):
             if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):

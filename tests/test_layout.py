@@ -60,7 +60,6 @@ ENGINE = [
     "modes/state8",
     "modes/release",
     "modes/closures",
-    "modes/compatibility",
 ]
 
 # Rooms below the faces, and the other rooms that each may import. Rooms that are not listed are faces and
@@ -104,10 +103,8 @@ FOREIGN = {
     "_flatten_dense_tensors": "as above",
     "_unflatten_dense_tensors": "as above",
     "_python_dispatch": "TorchDispatchMode has no public place",
-    "_to_copy": "the operation of Tensor.to, which a tensor without memory answers",
     "_local_scalar_dense": "the operation of Tensor.item, by which a look of the host is seen",
     "_make_wrapper_subclass": "a tensor without memory: torch's page on such subclasses names it",
-    "_foreach_zero_": "as _foreach_add, of torch.ops",
     "_C": "torch._C: where the next name is",
     "_increment_version": "of many tensors: the public function is one more call of Python in each operation",
     "_disabled_torch_function_impl": "what a subclass of Tensor without a say in torch's functions has",
@@ -132,6 +129,7 @@ FOREIGN = {
     "_unscale_grads_": "what torch.amp.GradScaler says a subclass overrides",
     # torch.nn and torch.distributed
     "_join_config": "of DDP: nothing public tells whether Join is on",
+    "_parameters": "of a Module, as above",
     "_buffers": "of a Module: what is replaced there needs no setattr, which a subclass may forbid",
     "_BatchNorm": "the base of all batch norms",
     "_register_state_dict_hook": "before torch 2.5 there is no public one that runs after state_dict",
@@ -154,7 +152,6 @@ FOREIGN = {
     "_forward_module": "of Fabric's module: the DDP around the model, which nothing public gives",
     "_optimizers": "of Accelerator: what was prepared",
     # Python
-    "_current_frames": "sys._current_frames: whether a step is on some thread's stack",
     "_getframe": "sys._getframe: who called",
     # apex
     "_amp_state": "the module's name in apex, which scripts import",

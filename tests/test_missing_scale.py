@@ -15,7 +15,6 @@ from torch.optim import LBFGS, SGD
 
 import fp16opt.optim
 from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer, StaticLossScaler, amp
-from fp16opt.engine import missing_scale
 from fp16opt.engine.missing_scale import WayToScale
 from fp16opt.fp16_utils import FP16_Optimizer
 from fp16opt.integrations.optimizer_group import OptimizerGroup
@@ -41,9 +40,7 @@ def weights(*dtypes: torch.dtype) -> list[nn.Parameter]:
 
 
 def loss_of(params: list[nn.Parameter]) -> Tensor:
-    """Of each parameter's four gradients one is 0 in FP16 at a scale of 1, one is subnormal, two are as they should."""
-    factors = torch.tensor([2.0**-26, 2.0**-20, 2.0**-14, 1.0])
-    return torch.stack([(param.float() * factors).sum() for param in params]).sum()
+    return torch.stack([param.float().sum() for param in params]).sum()
 
 
 def train(opt: Any, params: list[nn.Parameter], steps: int = 3, plain: bool = False) -> None:
@@ -59,7 +56,6 @@ def train(opt: Any, params: list[nn.Parameter], steps: int = 3, plain: bool = Fa
 RELEASED = {"gradient_release": True}
 RELEASE = r"Write MixedPrecisionOptimizer\(optimizer, gradient_release=True, loss_scale=1024\.0\)"
 WRAPPED = r"Write MixedPrecisionOptimizer\(optimizer, dynamic=True\)"
-COUNTED = r"in this step 1 of 4 elements are 0, and 1 more are under 6\.1e-05"
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["opt.backward", "loss.backward"])
@@ -76,7 +72,7 @@ def test_one_warning_at_the_first_step(options: dict[str, Any], plain: bool, log
     assert said(log) == []
     opt.step()
     (line,) = said(log)
-    assert re.search(rf"^FP16 weights are trained without loss scaling: a\. .*{COUNTED}.*{WRAPPED}", line)
+    assert re.search(rf"^FP16 weights are trained without loss scaling: a\. Small .*\. {WRAPPED}", line)
     assert ("opt.backward(loss) in place of loss.backward()" in line) == plain
     assert "loss_scale=1.0" in line
     train(opt, params, plain=plain)
@@ -88,11 +84,11 @@ def test_the_class_path_and_apexs_face_name_their_own_line(log: pytest.LogCaptur
     params = weights()
     train(fp16opt.optim.SGD(params, lr=0.5), params, plain=True)
     (line,) = said(log)
-    assert re.search(rf"{COUNTED}.*Write fp16opt\.optim\.SGD\(\.\.\., dynamic=True\), and opt\.backward", line)
+    assert re.search(r"Write fp16opt\.optim\.SGD\(\.\.\., dynamic=True\), and opt\.backward", line)
     params = weights()
     train(FP16_Optimizer(SGD(params, lr=0.5)), params)
     (line,) = said(log)
-    assert re.search(rf"{COUNTED}.*dynamic_loss_scale=True\); or static_loss_scale=1\.0 to say", line)
+    assert re.search(r"dynamic_loss_scale=True\); or static_loss_scale=1\.0 to say", line)
     params = weights()
     train(FP16_Optimizer(SGD(params, lr=0.5), static_loss_scale=1.0), params)
     assert said(log) == []
@@ -150,32 +146,12 @@ def test_a_trainer_s_words_are_said_of_what_it_wraps(log: pytest.LogCaptureFixtu
     assert "scales=True), and trainer.backward(loss) in place of loss.backward(); or" in line
 
 
-def test_fp32_sums_are_counted(log: pytest.LogCaptureFixture) -> None:
-    params = weights()
-    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5), grad_accumulation="fp32")
-    opt.backward(loss_of(params))
-    opt.backward(loss_of(params))
-    opt.step()
-    (line,) = said(log)
-    assert re.search(COUNTED, line)
-
-
-def test_sparse_gradients_are_counted_by_their_values(log: pytest.LogCaptureFixture) -> None:
-    table = nn.Embedding(10, 2, sparse=True).half()
-    opt = MixedPrecisionOptimizer(SGD(table.parameters(), lr=0.5), fused_step=False)
-    opt.backward((table(torch.tensor([1, 3])).float() * 2.0**-20).sum())
-    opt.step()
-    (line,) = said(log)
-    assert "0 of 4 elements are 0, and 4 more are under" in line
-
-
-def test_released_gradients_are_gone_and_a_dynamic_scale_is_not_named(log: pytest.LogCaptureFixture) -> None:
+def test_of_released_gradients_a_dynamic_scale_is_not_named(log: pytest.LogCaptureFixture) -> None:
     params = weights()
     train(MixedPrecisionOptimizer(SGD(params, lr=0.5), gradient_release=True), params)
     (line,) = said(log)
     assert "gradient_release=True, loss_scale=1024.0)" in line
     assert "dynamic" not in line
-    assert "elements" not in line
 
 
 @pytest.mark.parametrize("closes", ["once", "reevaluate"])
@@ -275,11 +251,9 @@ def test_from_the_second_step_on_nothing_looks(monkeypatch: pytest.MonkeyPatch) 
     train(opt, params, steps=1)
 
     def looked(*_: object) -> None:
-        raise AssertionError("gradients were looked at again")
+        raise AssertionError("weights were looked at again")
 
-    for name in ("underflow", "without_scale"):
-        monkeypatch.setattr(missing_scale, name, looked)
-        monkeypatch.setattr(f"fp16opt.optimizer.{name}", looked)
+    monkeypatch.setattr("fp16opt.optimizer.without_scale", looked)
     train(opt, params)
 
 

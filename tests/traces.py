@@ -460,8 +460,6 @@ def traced(libraries: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> I
 class Where:
     """What :class:`fp16opt.tools.prove.trials.Trials` runs on: a traced card."""
 
-    is_real = False
-
     def __init__(self, make: Callable[[], Any]) -> None:
         self.device, self._make = torch.device("cpu"), make
         self.traces: list[Trace] = []

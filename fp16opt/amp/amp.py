@@ -1,4 +1,4 @@
-"""Functions of the user's that cast their inputs under O1, and ``init``, the older way to turn casts on."""
+"""Functions of the user's that cast their inputs under O1."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ._amp_state import _amp_state
-from .handle import AmpHandle, NoOpHandle
+from .handle import NoOpHandle
+from .policy import AmpError
 
 __all__ = [
     "float_function",
@@ -76,30 +77,19 @@ def register_promote_function(module: Any, name: str) -> None:
     _amp_state.casts.register(module, name, "promote")
 
 
-def init(
-    enabled: bool = True,
-    loss_scale: float | str = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-) -> AmpHandle | NoOpHandle:
-    """The older interface: turn O1's casts on, without models.
-
-    Args:
-        enabled: False: everything stays as it is.
-        loss_scale: Not used: optimizers get theirs by ``handle.wrap_optimizer``.
-        enable_caching: Keep FP16 copies of weights within an iteration.
-        verbose: Log each cast.
-        allow_banned: ``binary_cross_entropy`` casts 16-bit input to FP32 instead of refusing it.
+def init(enabled: bool = True, *arguments: Any, **settings: Any) -> NoOpHandle:
+    """The interface of 2018, for scripts that turn it off.
 
     Returns:
-        A handle; its ``_deactivate()`` leaves torch as it was.
+        A handle whose ``scale_loss`` yields the loss itself.
+
+    Raises:
+        AmpError: ``enabled``, where apex raises in the handle's ``scale_loss``. It says what to call.
     """
-    if not enabled:
-        nothing = NoOpHandle()
-        _amp_state.handle = nothing
-        return nothing
-    handle = AmpHandle(_amp_state.casts)
-    _amp_state.casts.activate(allow_banned=allow_banned, caching=enable_caching, verbose=verbose)
-    _amp_state.handle = handle
+    if enabled:
+        raise AmpError(
+            "init: handles were replaced by model, optimizer = amp.initialize(model, optimizer, opt_level='O1') and "
+            "amp.scale_loss(loss, optimizer)."
+        )
+    handle = _amp_state.handle = NoOpHandle()
     return handle

@@ -74,20 +74,19 @@ class Casts:
         self.in_backward = False
         self.registered: list[tuple[Any, str, str]] = []
         self.cache: dict[int, tuple[Tensor, int, bool, Tensor]] = {}
-        self.caching = True
         self.verbose = False
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._before: tuple[tuple[bool, ...], tuple[torch.dtype, ...]] | None = None
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
-    def activate(self, *, allow_banned: bool = False, caching: bool = True, verbose: bool = False) -> None:
+    def activate(self, *, verbose: bool = False) -> None:
         """Turn casts on in this thread and put the wrappers in. Turned on already, they are put in anew."""
         self.deactivate()
-        self.caching, self.verbose = caching, verbose
+        self.verbose = verbose
         self._before = (autocast_state(), tuple([torch.get_autocast_dtype(device) for device in DEVICES]))
         try:
-            for owner, name, wrapper in self._planned(allow_banned):
+            for owner, name, wrapper in self._planned():
                 self._replace(owner, name, wrapper)
             for device in DEVICES:
                 torch.set_autocast_dtype(device, torch.float16)
@@ -123,7 +122,7 @@ class Casts:
         setattr(owner, name, ours)
         self._replaced.append((owner, name, ours, old))
 
-    def _planned(self, allow_banned: bool) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    def _planned(self) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         """(owner, name, what makes the wrapper), the user's own last, around ours."""
         for lists in (functional_overrides, torch_overrides, tensor_overrides):
             for name in lists.FP16_FUNCS:
@@ -138,11 +137,7 @@ class Casts:
                 if name not in _TORCH_PROMOTES:
                     yield lists.MODULE, name, self.promote
         for name, reason in functional_overrides.BANNED_FUNCS:
-            yield (
-                functional_overrides.MODULE,
-                name,
-                functools.partial(self._banned, reason=reason, allowed=allow_banned),
-            )
+            yield functional_overrides.MODULE, name, functools.partial(self._banned, reason=reason)
         for name, wrapper in self._in_place():
             yield torch.Tensor, name, wrapper
         for name in _RNNS:
@@ -185,7 +180,7 @@ class Casts:
         """An FP32 tensor in FP16; a parameter's is kept until weights may have changed. Others stay."""
         if tensor.dtype is not torch.float32 or not self.on_for(tensor):
             return tensor
-        if not (self.caching and tensor.is_leaf and tensor.requires_grad):
+        if not (tensor.is_leaf and tensor.requires_grad):
             return tensor.to(torch.float16)
         entry = self.cache.get(id(tensor))
         grad_mode = torch.is_grad_enabled()
@@ -248,15 +243,14 @@ class Casts:
 
         return wrapper
 
-    def _banned(self, function: Callable[..., Any], reason: str, allowed: bool) -> Callable[..., Any]:
+    def _banned(self, function: Callable[..., Any], reason: str) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not self.active or not self.on():
                 return function(*args, **kwargs)
             halves = [t for t in _tensors((*args, *kwargs.values())) if t.dtype in HALF_DTYPES and self.on_for(t)]
-            if halves and not allowed:
+            if halves:
                 raise NotImplementedError(reason)
-            args, kwargs = _both(args, kwargs, self.widened)
             with self.disabled():
                 return function(*args, **kwargs)
 

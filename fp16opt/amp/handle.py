@@ -1,10 +1,10 @@
-"""amp's context managers: ``scale_loss``, ``disable_casts``, and the handles of the older interface."""
+"""amp's context managers: ``scale_loss``, ``disable_casts``; ``AmpHandle``, which takes casts out."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ._amp_state import _amp_state
 from .casting import Casts
 from .initialised import Initialised, is_initialised
-from .opt import OptimWrapper
 from .optimizers import wrapped_in
 from .policy import AmpError
 from .scaler import LossScaler
@@ -145,7 +144,7 @@ def disable_casts() -> Iterator[None]:
 
 
 class AmpHandle:
-    """What ``amp.init()`` returns, and ``amp._amp_state.handle``.
+    """``amp._amp_state.handle``.
 
     Args:
         casts: The function casts that this handle takes out.
@@ -181,47 +180,9 @@ class AmpHandle:
         self._alive.clear()
         self._casts.deactivate()
 
-    @property
-    def has_cache(self) -> bool:
-        """Whether FP16 copies of weights are kept within an iteration."""
-        return self._casts.caching
-
-    @property
-    def cache(self) -> dict[Any, Any]:
-        """Those of them that were made here; autocast keeps its own."""
-        return {entry[0]: entry[3] for entry in self._casts.cache.values()}
-
-    def remove_cache(self, param: Tensor) -> None:
-        """Forget the copy of one weight."""
-        self._casts.cache.pop(id(param), None)
-        torch.clear_autocast_cache()
-
-    def _clear_cache(self) -> None:
-        self._casts.clear_cache()
-
-    @property
-    def verbose(self) -> bool:
-        """Whether each cast is logged."""
-        return self._casts.verbose
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """The older interface: an optimizer whose ``scale_loss(loss)`` is called ``num_loss`` times a step."""
-        return OptimWrapper(optimizer, num_loss, self._casts, scale_loss)
-
     def disable_casts(self) -> Any:
         """As ``amp.disable_casts()``."""
         return disable_casts()
-
-    def scale_loss(self, loss: Any, optimizer: Any) -> Any:
-        """The oldest interface, gone since 2019.
-
-        Raises:
-            AmpError: Always; it says what to call.
-        """
-        raise AmpError(
-            "handle.scale_loss is gone: use amp.scale_loss(loss, optimizer) after amp.initialize, or "
-            "handle.wrap_optimizer(optimizer).scale_loss(loss)."
-        )
 
 
 def _forget(reference: Callable[[], AmpHandle | None], model_id: int) -> None:
@@ -231,43 +192,19 @@ def _forget(reference: Callable[[], AmpHandle | None], model_id: int) -> None:
 
 
 class NoOpHandle:
-    """What ``amp.init(enabled=False)`` returns: everything stays as it is."""
-
-    has_cache = False
-    verbose = False
-    _is_active = False
-
-    @property
-    def cache(self) -> dict[Any, Any]:
-        """Nothing is kept."""
-        return {}
+    """``amp._amp_state.handle`` after ``amp.initialize(enabled=False)``: there are no casts."""
 
     def is_active(self) -> bool:
         """Never."""
         return False
 
-    @contextmanager
-    def _disable_casts(self) -> Iterator[None]:
-        yield
+    def scale_loss(self, loss: Any, optimizer: Any) -> Any:
+        """Gives the loss itself, in ``with``."""
+        return nullcontext(loss)
 
     def disable_casts(self) -> Any:
         """There are no casts."""
-        return self._disable_casts()
-
-    @contextmanager
-    def scale_loss(self, loss: Any, optimizer: Any) -> Iterator[Any]:
-        """Yields the loss itself."""
-        yield loss
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """A wrapper that neither scales nor skips."""
-        return OptimWrapper(optimizer, num_loss, None, scale_loss)
-
-    def remove_cache(self, param: Tensor) -> None:
-        """Nothing is kept."""
-
-    def _clear_cache(self) -> None:
-        """Nothing is kept."""
+        return nullcontext()
 
     def _deactivate(self) -> None:
         """There is nothing to take out."""

@@ -114,6 +114,9 @@ class AmpOptimizer(Initialised, MixedPrecisionOptimizer):
         super().zero_grad(set_to_none, **kwargs)
         self._delayed.clear()
 
+    def _count_given_up(self) -> None:
+        """No-op: the scale has moved at the end of ``scale_loss``, as apex's did."""
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group at any time, as under apex: gradients that wait for a step are taken anew, with the group's."""
         known = self.step_state.reopen()

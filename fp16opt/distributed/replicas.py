@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import kernels
 from ..engine import errors
 from ..engine.gradients import StepState
-from ..engine.params import HALF_DTYPES, DeviceParams
+from ..engine.params import DeviceParams
 from ..engine.ranks import Digest, Replicas, Sums
 from .exchange import gather
 from .settings import refuse_settings
@@ -187,9 +187,6 @@ class DdpReplicas(Compared):
                 stats = kernels.GradStats.allocate(len(kept), device.device)
                 share = torch.tensor(1.0 / dist.get_world_size(self.group), dtype=torch.float32, device=device.device)
                 kernels.multi_tensor_unscale(kept, kept, share, stats)
-                for row, value in enumerate(kept):
-                    if value is not None and _is_half(device.masters[row]):
-                        sums.put_sum(device, row, value)
                 sums.averaged(device, stats)
                 found = torch.maximum(found.to(stats.found_inf), stats.found_inf)
         if not tally.any():
@@ -199,14 +196,13 @@ class DdpReplicas(Compared):
     def _sum_over_ranks(
         self, sums: Sums, device: DeviceParams, mine: list[Tensor | None], tally: Tensor
     ) -> list[Tensor | None]:
-        """By row: the sums over the ranks, where they are kept or, if that is in 16 bits, in new FP32 memory.
+        """By row: the sums over the ranks, where they are kept.
 
         None where no rank has one. Whether some rank counted a verdict is put into ``tally`` on the way.
         """
         kept: list[Tensor | None] = [None] * len(mine)
         for rows in _chunks(device.masters):
             first = device.masters[rows[0]]
-            dtype = torch.float32 if _is_half(first) else first.dtype
             pieces = []
             for row in rows:
                 value = mine[row]
@@ -215,14 +211,13 @@ class DdpReplicas(Compared):
             present = torch.tensor(
                 [float(mine[row] is not None) for row in rows], dtype=torch.float32, device=first.device
             )
-            flat = torch.cat([part.to(dtype) for part in (*pieces, present, tally.to(first.device))])
+            flat = torch.cat([part.to(first.dtype) for part in (*pieces, present, tally.to(first.device))])
             dist.all_reduce(flat, group=self.group)
             *values, there, verdicts = torch.split(flat, [*(len(p) for p in pieces), len(rows), len(tally)])
             tally.copy_(verdicts > 0)
             for row, value, is_there in zip(rows, values, there.tolist(), strict=True):
                 if is_there:
-                    value = value.view(device.masters[row].shape)
-                    kept[row] = value if _is_half(device.masters[row]) else sums.put_sum(device, row, value)
+                    kept[row] = sums.put_sum(device, row, value.view(device.masters[row].shape))
         return kept
 
 
@@ -236,11 +231,6 @@ class ScheduledDdp(DdpReplicas):
         """Whether the forward was made under ``no_sync`` says nothing here."""
         super().after_forward()
         self.local = False
-
-
-def _is_half(master: Tensor) -> bool:
-    """Whether sums are kept in 16 bits, for want of a master."""
-    return master.dtype in HALF_DTYPES
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

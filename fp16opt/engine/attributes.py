@@ -6,7 +6,9 @@ in 16 bits they would round the masters each time they are written back.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,8 +27,8 @@ def convert_attributes(optimizer: Optimizer, params: ParamTable, lines: Lines) -
     """Give an optimizer's attributes what they would hold had it been made over the masters.
 
     A model parameter gives place to its master, as an item and as a key of a dict. A 16-bit tensor of the shape and
-    dtype of a parameter with a master becomes FP32. Lists and dicts are changed in place, those of optimizers inside
-    too. Other 16-bit tensors may be parts of a buffer: they stay, and a warning names them.
+    dtype of a parameter with a master becomes FP32. Lists, dicts and objects are changed in place, optimizers inside
+    too, but no modules. Other 16-bit tensors may be parts of a buffer: they stay, and a warning names them.
 
     Args:
         optimizer: its ``param_groups`` hold the masters of ``params``, and its ``state`` was carried over.
@@ -60,10 +62,11 @@ class _Conversion:
         """``value``, or what takes its place."""
         if isinstance(value, Tensor):
             return self._tensor(value, where)
-        if not isinstance(value, Optimizer | dict | list | deque | tuple) or id(value) in self._seen:
+        is_container = isinstance(value, dict | list | deque | tuple)
+        if id(value) in self._seen or not (is_container or _is_of_the_optimizer(value)):
             return value
         self._seen.add(id(value))
-        if isinstance(value, Optimizer):
+        if not is_container:
             self._convert_dict(vars(value), where)
         elif isinstance(value, dict):
             self._convert_dict(value, where)
@@ -96,6 +99,16 @@ class _Conversion:
             made = value.detach().float().requires_grad_(value.requires_grad)
             self._made[id(value)] = value, made
         return self._made[id(value)][1]
+
+
+def _is_of_the_optimizer(value: Any) -> bool:
+    """Whether an object's attributes are converted: an optimizer, a block of parameters; no module of the model.
+
+    What can be called, loggers, and a wrapper, which has the table of parameters, lead to what is others'.
+    """
+    if not hasattr(value, "__dict__") or isinstance(vars(value).get("params"), ParamTable):
+        return False
+    return isinstance(value, Optimizer) or not (callable(value) or isinstance(value, ModuleType | logging.Filterer))
 
 
 def _has_own_memory(piece: Tensor) -> bool:

@@ -73,10 +73,11 @@ def _drop_empty_entries(optimizer: Optimizer) -> None:
 def carry_state(optimizer: Optimizer, old: Tensor, new: Tensor) -> None:
     """Move ``optimizer.state[old]``, where there is one, to ``new``: a parameter's state to its master.
 
-    Tensors are copied, FP16 and BF16 ones to FP32, so that the old ones, which the user may hold, stay as they are.
+    Tensors are copied, so that the old ones, which the user may hold, stay as they are; FP16 and BF16 ones to FP32
+    where the master is, and the parameter isn't.
     """
     if old in optimizer.state:
-        optimizer.state[new] = _own(optimizer.state.pop(old))
+        optimizer.state[new] = _own(optimizer.state.pop(old), widens=old.dtype != new.dtype)
 
 
 def plan_load(
@@ -126,53 +127,68 @@ class LoadPlan:
         scaler: LossScaler,
     ) -> None:
         self.has_masters = is_ours(state_dict)
+        self.masters: Sequence[Tensor | None] = state_dict["masters"] if self.has_masters else ()
         self._state_dict, self._optimizer = state_dict, optimizer
         self._labels, self._scaler = labels, scaler
 
-    def apply(self, masters: Sequence[Tensor | None]) -> None:
-        """Load, into these ``masters`` too. Tensors are copied: training never edits the caller's dict. Syncs.
+    def apply(self, convert: Callable[[], None], finish: Callable[[], None]) -> None:
+        """Load: all of it or nothing. Tensors are copied: training never edits the caller's dict. Syncs.
 
-        The wrapped optimizer's own ``load_state_dict`` does its part, with its hooks. When it or one of them
-        raises, the error comes through and the optimizer (attributes, groups, state, those of optimizers inside it),
-        the masters and the scaler are as they were.
+        The wrapped optimizer's own ``load_state_dict`` does its part, with its hooks. When it, one of them or
+        ``convert`` raises, the error comes through and the optimizer (attributes, groups, state, those of optimizers
+        inside it) and the scaler are as they were. An exception that comes later, Ctrl-C say, finds all of it loaded.
+
+        Args:
+            convert: brings what was loaded to the form in which it is kept. It writes no tensor that was there before.
+            finish: writes the masters and what follows from them. It may be called twice.
         """
         sd = self._state_dict
         before = Snapshot(self._optimizer, copies_tensors=_runs_other_code(self._optimizer))
         scaler_before = self._scaler.state_dict()
+        is_loaded = False
         try:
-            _load_optimizer(self._optimizer, sd["optimizer"] if self.has_masters else sd, self._labels)
+            optimizer_state = sd["optimizer"] if self.has_masters else sd
+            _load_optimizer(self._optimizer, optimizer_state, self._labels, self.has_masters)
             if self.has_masters:
                 self._scaler.load_state_dict(sd["scaler"])
+            convert()
+            is_loaded = True
+            finish()
         except BaseException:
-            before.restore()
-            self._scaler.load_state_dict(scaler_before)
+            if is_loaded:
+                finish()
+            else:
+                before.restore()
+                self._scaler.load_state_dict(scaler_before)
             raise
-        if self.has_masters:
-            with torch.no_grad():
-                for master, saved in zip(masters, sd["masters"], strict=True):
-                    if master is not None:
-                        master.copy_(saved)
 
 
 # -- loading -------------------------------------------------------------------------------------------------
 
 
-def _load_optimizer(optimizer: Optimizer, state_dict: Mapping[str, Any], labels: Sequence[str]) -> None:
+def _load_optimizer(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], labels: Sequence[str], keeps_dtypes: bool
+) -> None:
     """The wrapped optimizer loads a copy of ``state_dict``, then its state gets back what torch's casts took.
 
     torch gives every state tensor the parameter's dtype. Two hooks of ours, the innermost ones, see what the
     user's hooks made of the dict, and put the state right before the user's hooks see that.
+
+    Args:
+        keeps_dtypes: whether state was saved over masters of the same dtypes as here. Else 16-bit state, which may be
+            of 16-bit training, becomes FP32 where masters are, unless the class itself has put 16 bits back.
     """
     adapted = _adapts(optimizer)
     lists = [group["params"] for group in optimizer.param_groups]
     settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
     standard = is_torch_class(optimizer)
+    widens = not keeps_dtypes and not all(p.dtype in HALF_DTYPES for params in lists for p in params)
     final: dict[str, Any] = {}
 
     def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         if adapted:
             check_optimizer_state(given, optimizer, labels)
-            given = _own_dict(given)
+            given = _own_dict(given, widens)
         final.update(given)
         return given
 
@@ -184,13 +200,13 @@ def _load_optimizer(optimizer: Optimizer, state_dict: Mapping[str, Any], labels:
         for i, param in zip(ids, params, strict=True):
             if i in final["state"] and param in optimizer.state:
                 saved = final["state"][i]
-                optimizer.state[param] = _put_right(optimizer.state[param], saved, param, standard)
+                optimizer.state[param] = _put_right(optimizer.state[param], saved, param, standard, keeps_dtypes)
 
     with contextlib.ExitStack() as hooks:
         if _hooks(optimizer, "pre") is not None:  # a class without tables of hooks doesn't call torch's loading
             hooks.callback(optimizer.register_load_state_dict_pre_hook(take).remove)
             hooks.callback(optimizer.register_load_state_dict_post_hook(put_right, prepend=True).remove)
-        optimizer.load_state_dict(_own_dict(state_dict))
+        optimizer.load_state_dict(_own_dict(state_dict, widens))
     sizes, left = [len(params) for params in lists], [len(group["params"]) for group in optimizer.param_groups]
     if left != sizes:
         raise ValueError(
@@ -206,46 +222,56 @@ def _load_optimizer(optimizer: Optimizer, state_dict: Mapping[str, Any], labels:
             raise lacks(f"optimizer, group {number}", lacking)
 
 
-def _put_right(loaded: Any, saved: Any, param: Tensor, standard: bool, key: object = None) -> Any:
+def _put_right(loaded: Any, saved: Any, param: Tensor, standard: bool, keeps_dtypes: bool, key: object = None) -> Any:
     """``loaded`` (after torch's casts) with the tensors of ``saved``; what is not a tensor in both stays."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         if key == "step":  # torch's rule holds: on the host, or beside the parameter if fused or capturable
             return loaded
         # torch's own classes need these in the parameter's dtype (FP64 state for an FP32 master, say)
-        return _placed(saved, param, standard and (key in PER_ELEMENT or key in FACTORED))
+        as_param = standard and (key in PER_ELEMENT or key in FACTORED)
+        is_half = param.dtype in HALF_DTYPES
+        if not saved.is_floating_point() or (keeps_dtypes and (is_half or not as_param)):
+            dtype = saved.dtype
+        elif as_param or is_half:
+            dtype = param.dtype
+        else:
+            dtype = loaded.dtype if loaded.dtype in HALF_DTYPES else saved.dtype
+        return _placed(saved, param, dtype)
     if isinstance(loaded, dict) and isinstance(saved, Mapping):
         for k, value in loaded.items():
             if k in saved:
-                loaded[k] = _put_right(value, saved[k], param, standard, k)
+                loaded[k] = _put_right(value, saved[k], param, standard, keeps_dtypes, k)
         return loaded
     if type(loaded) is type(saved) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
-        values = [_put_right(a, b, param, standard) for a, b in zip(loaded, saved, strict=True)]
+        values = [_put_right(a, b, param, standard, keeps_dtypes) for a, b in zip(loaded, saved, strict=True)]
         return _rebuilt(saved, values)
     return saved if isinstance(saved, str) else loaded  # torch makes a generator's repr of a str
 
 
-def _placed(value: Tensor, param: Tensor, as_param: bool) -> Tensor:
+def _placed(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
     """``value`` on the parameter's device; in its strides if shapes agree, as fused steps ignore strides."""
-    value = value.to(device=param.device, dtype=param.dtype if as_param else value.dtype)
+    value = value.to(device=param.device, dtype=dtype)
     alike = value.shape == param.shape and value.layout == param.layout == torch.strided
-    alike = alike and not hasattr(local(value), "__tensor_flatten__")  # which lay their inner tensors out as they need
     if not alike or value.stride() == param.stride():
+        return value
+    if hasattr(local(value), "__tensor_flatten__"):  # such classes lay their inner tensors out as they need
         return value
     like = torch.empty_like(param, dtype=value.dtype, requires_grad=False)
     return value if like.stride() == value.stride() else like.copy_(value)
 
 
-def _own(value: Any) -> Any:
-    """A copy that shares no container and no tensor with ``value``; FP16 and BF16 tensors become FP32."""
+def _own(value: Any, widens: bool) -> Any:
+    """A copy that shares no container and no tensor with ``value``; FP16 and BF16 tensors become FP32 if ``widens``."""
     if isinstance(value, Tensor):
-        if type(value) in (Tensor, torch.nn.Parameter) and value.dtype in HALF_DTYPES:
-            return value.detach().to(torch.float32)
-        return copied(value.to(torch.float32) if value.dtype in HALF_DTYPES else value)
-    return _walk(value, _own)
+        if not widens or value.dtype not in HALF_DTYPES:
+            return copied(value)
+        made = value.detach().to(torch.float32)
+        return made if type(value) in (Tensor, torch.nn.Parameter) else copied(made)
+    return _walk(value, lambda item: _own(item, widens))
 
 
-def _own_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _own(value) if key == "state" else copy.deepcopy(value) for key, value in state_dict.items()}
+def _own_dict(state_dict: Mapping[str, Any], widens: bool) -> dict[str, Any]:
+    return {key: _own(value, widens) if key == "state" else copy.deepcopy(value) for key, value in state_dict.items()}
 
 
 def _walk(value: Any, leaf: Callable[[Any], Any]) -> Any:

@@ -16,6 +16,17 @@ _CHOICES: dict[str, tuple[bool | str, ...]] = {
     "track_changes": (False, True),
 }
 
+INSTEAD = {
+    'optimizer_state="8bit"': 'optimizer_state="fp32"',
+    'master_weights="split24"': 'master_weights="full"',
+    'master_weights="split"': 'master_weights="full"',
+    "gradient_release=True": "gradient_release=False",
+    "fused_step=True": "fused_step=False, the class's own step, or \"auto\", which takes that where a kernel can't",
+}
+"""Arguments that ask for the one-pass step, and what to give in the place of each."""
+
+NO_MASTERS = "there are no FP32 masters (master_weights='none')"
+
 
 @dataclass(frozen=True)
 class Config:
@@ -42,13 +53,41 @@ class Config:
             )
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
+        if self.grad_accumulation == "fp32" and not self.makes_masters:
+            raise ValueError(
+                'grad_accumulation="fp32" does not go with master_weights="none": there are no FP32 masters to '
+                'hold sums. Use master_weights="full", or grad_accumulation="model".'
+            )
         if self.closure is not None:
             check_choice("closure", self.closure, ("once", "reevaluate"))
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        if self.splits and self.on_model_write == "ignore":
+            raise ValueError(
+                f'on_model_write="ignore" does not go with master_weights="{self.master_weights}": the model\'s '
+                'weights are part of the masters, so a write to them can\'t be ignored. Use "refresh" or "error".'
+            )
+        if self.gradient_release and self.grad_accumulation != "model":
+            raise ValueError(
+                f"gradient_release=True frees each gradient when it comes, so grad_accumulation="
+                f'{self.grad_accumulation!r} has nothing to add up. Use grad_accumulation="model" and one backward a '
+                "step, or gradient_release=False."
+            )
 
     @property
     def makes_masters(self) -> bool:
         """Whether 16-bit parameters get masters."""
         return self.master_weights != "none"
+
+    @property
+    def rules_one_pass_out(self) -> str:
+        """The argument that has the wrapped optimizer step itself, in words; "" where there is none."""
+        if self.fused_step is False:
+            return "fused_step=False"
+        if self.closure == "reevaluate":
+            return 'with closure="reevaluate" the wrapped optimizer steps itself'
+        return "" if self.makes_masters else NO_MASTERS
 
     @property
     def splits(self) -> bool:
@@ -62,7 +101,7 @@ class Config:
 
     @property
     def required_by(self) -> str:
-        """The argument that leaves no step but the fused one, as the user writes it; "" where there is none."""
+        """The argument that leaves no step but the one-pass step, as the user writes it; "" where there is none."""
         if self.optimizer_state == "8bit":
             return 'optimizer_state="8bit"'
         if self.splits:

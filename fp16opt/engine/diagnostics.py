@@ -39,9 +39,10 @@ _WITHIN = 60.0  # seconds
 
 
 class Named(Protocol):
-    """What has names of parameters: the engine's table of them."""
+    """What has parameters and their names: the engine's table of them."""
 
     names: list[str]
+    models: list[Tensor]
 
 
 class _Kind:
@@ -161,6 +162,16 @@ class Lines:
             for to, level, text in held:
                 to.log(level, text)
 
+    def of_others(self, models: Iterable[Tensor]) -> str:
+        """Which other living optimizers have one of these parameters of the model too; "" where none does."""
+        ids = set(map(id, models))
+        also = [
+            f"optimizer {other._number} ({other._whose})"
+            for other in sorted(self._living, key=lambda one: one._number)
+            if other is not self and other._params is not None and not ids.isdisjoint(map(id, other._params.models))
+        ]
+        return describe(also) if also else ""
+
     def _signature(self) -> str:
         """Whose line it is, where it could be another's."""
         if not self._number or len(self._living) <= 1:
@@ -252,6 +263,7 @@ class SkipLog:
     row after a step, or a scale that was brought under 1 before any step, are neither: the warning says so, and
     at the 3rd, 4th, 8th, 16th ... alone. So does one where the loss itself was not finite. No scale can help that
     (an ERROR) at the lowest scale, and at one where the loss was finite before.
+    The first time that the scale falls below 1 later, or by a loss that is not finite, a line says so besides.
     Where the scale can't go lower, skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING
     with a static scaler), the others are silent.
 
@@ -351,6 +363,8 @@ class SkipLog:
             tell(errors.CALIBRATING, scale=new)
         else:
             tell(errors.RARE, change=change, where=where)
+        if scaler.dynamic and new < 1.0 <= old and (self.taken or loss_is_finite is False):
+            tell(errors.BELOW_ONE, once=True, scale=new, losses=errors.LOSSES[loss_is_finite])
 
     def where(self, overflows: Sequence[Overflow], origin: Origin | None = None) -> str:
         """What overflowed, in words."""
@@ -398,14 +412,17 @@ def warn_cast(lines: Lines, flags: Iterable[tuple[str, int]], warned: set[str]) 
             warned.update(f"{line.key}: {name}" for name in names)
 
 
-def warn_model_write(lines: Lines, names: Iterable[str], times: int) -> None:
+def warn_model_write(lines: Lines, names: Iterable[str], times: int, models: Iterable[Tensor] = ()) -> None:
     """Warn that something else wrote model parameters, and that their masters take the new values.
 
     Args:
         times: how many steps have found such writes, this one included.
+        models: the parameters, which another optimizer may step too.
     """
+    others = lines.of_others(models)
+    also = errors.ALSO_IN_ANOTHER.format(others=others) if others else ""
     how_often = "" if times == 1 else f" ({times} times so far)"
-    lines.tell(errors.MODEL_WRITTEN_AND_TAKEN, nth=times, names=describe(names), times=how_often)
+    lines.tell(errors.MODEL_WRITTEN_AND_TAKEN, nth=times, names=describe(names), times=how_often, also=also)
 
 
 def groups_without_eps(groups: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:

@@ -275,11 +275,16 @@ MODEL_WRITTEN = Refusal(
     model, or use on_model_write="refresh".""",
 )
 
+ALSO_IN_ANOTHER = (
+    "Another optimizer, {others}, wraps them too: where both step them, each passes the other rounded weights. Train "
+    'them by one optimizer, or keep master_weights="full" in both. '
+)
+
 MODEL_WRITTEN_AND_TAKEN = Line(
     "model written and taken",
     logging.WARNING,
     """model weights were written by something else than the optimizer; masters take the values: {names}{times}.
-    There is nothing to do after a load. To write in every step, as a clamp does, edit master_params() and call
+    {also}There is nothing to do after a load. To write in every step, as a clamp does, edit master_params() and call
     write_masters(). on_model_write="error" finds the place.""",
 )
 
@@ -337,16 +342,12 @@ EPS = Line(
     a gradient is 0 the update is 0/0, and the weight becomes nan. Use eps=1e-4 or more, or masters.""",
 )
 
-GRADIENTS_LOST = (
-    ": in this step {zero} of {elements} elements are 0, and {subnormal} more are under {tiny:.1e}, where FP16 loses "
-    "digits"
-)
 BACKWARD_BY = ", and {call} in place of loss.backward()"
 
 NO_SCALE = Line(
     "no scale",
     logging.WARNING,
-    """FP16 weights are trained without loss scaling: {names}. Small gradients underflow{lost}. Write
+    """FP16 weights are trained without loss scaling: {names}. Small gradients underflow. Write
     {way_out}{calls}; or {meant} to say that this is meant.""",
 )
 
@@ -475,6 +476,20 @@ STATIC = Line(
     "static",
     logging.WARNING,
     "{what}, static loss scale {scale:g} ({times} so far): non-finite gradients in {where}. {advice}",
+)
+
+LOSSES = {
+    True: "its loss was finite",
+    False: "its loss was not finite",
+    None: "whether its loss was finite isn't known",
+}
+
+BELOW_ONE = Line(
+    "below one",
+    logging.WARNING,
+    """the loss scale has fallen below 1, to {scale:g}, by a step that was skipped; {losses}. The lower it is, the more
+    of small FP16 gradients becomes 0. fp16opt.diagnose(model, loss_fn, optimizer) says where they overflow;
+    DynamicLossScaler(min_scale=1.0) keeps the scale at 1.""",
 )
 
 FLOOR = Line(

@@ -47,30 +47,11 @@ class FoldedGradient(Tensor):
             return args[0]
         if func is torch.ops.aten.zero_.default:
             return args[0]._cleared()
-        if func is torch.ops.aten._foreach_zero_.default:  # which gives nothing back, and may have others in its list
-            for one in args[0]:
-                one.zero_()
-            return None
-        if func in _MOVES and isinstance(args[0], cls):
-            return args[0]._moved(**(kwargs or {}))
         given = args[0] if args else None
         first = given[0] if isinstance(given, (list, tuple)) and given else given
         if isinstance(first, cls) and func in _ADDS and torch._C._current_graph_task_id() != -1:
             return first._give_way(args[1], in_place=func is torch.ops.aten.add_.Tensor)
         raise _refused(first)
-
-    def _moved(self, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> FoldedGradient:
-        """Of a parameter that a module's ``to`` converts: it refuses there, too."""
-        made: FoldedGradient = Tensor._make_wrapper_subclass(
-            type(self),
-            self.shape,
-            strides=self.stride(),
-            dtype=dtype or self.dtype,
-            device=device or self.device,
-            storage_size=0,
-        )
-        made.called, made.param = self.called, self.param
-        return made
 
     def _cleared(self) -> FoldedGradient:
         """By ``model.zero_grad(set_to_none=False)``: the sum goes as where ``.grad`` is set to None."""
@@ -78,9 +59,6 @@ class FoldedGradient(Tensor):
         if param is not None and raw_grad(param) is self:
             set_raw_grad(param, None)
         return self
-
-    def __deepcopy__(self, memo: Any) -> None:
-        """None: a copied parameter has no sum."""
 
     def __dlpack__(self, **_: Any) -> Any:
         """Raises RuntimeError."""
@@ -93,9 +71,6 @@ class FoldedGradient(Tensor):
             set_raw_grad(param, made)
         return self if in_place else made
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"FoldedGradient({self.called!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
 
 def _refused(first: object) -> Exception:
     name = f": {first.called}" if isinstance(first, FoldedGradient) else ""
@@ -103,7 +78,6 @@ def _refused(first: object) -> Exception:
 
 
 _ADDS = {torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor}
-_MOVES = {torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default}
 
 
 def takes_place(param: Tensor) -> bool:

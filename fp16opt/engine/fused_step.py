@@ -23,71 +23,97 @@ from ..kernels.readings import Rows
 from ..kernels.steps import NamedStep, StepValues, run_step
 from ..kernels.tensor_lists import all_there, are_items, hold
 from . import errors
+from .config import INSTEAD, NO_MASTERS, Config
 from .diagnostics import Lines
-from .dtensors import piece_of, pieces
+from .dtensors import local, piece_of, pieces
 from .fused_registry import (
     CannotServe,
     FusedStepSpec,
     counter_to_device,
     counters_to_host,
-    fused_spec_for,
     no_fused_step,
     steps_on_device,
 )
 from .gradients import StepState
 from .look import Look
 from .masters import Masters
-from .params import DeviceParams, ParamPair, ParamTable
+from .params import HALF_DTYPES, DeviceParams, ParamPair, ParamTable, labelled
 from .passes import GradsToStep
 from .state_format import StateFormat
 from .step import Step
 from .wrapped_step import WrappedStep, has_own_step, run_hooks
 
-NO_MASTERS = "there are no FP32 masters (master_weights='none')"
-
-
 # -- what stands in the way --------------------------------------------------------------------------------------------
 
 
-def optimizer_obstacle(optimizer: Optimizer, params: Sequence[Tensor], names: Sequence[str]) -> str:
-    """Why no kernel can step ``optimizer``, whatever its groups say, in words; "" where one can. No sync.
+def check_one_pass(
+    config: Config,
+    optimizer: Optimizer,
+    state_format: StateFormat,
+    groups: list[dict[str, Any]],
+    names: dict[int, str],
+    first: int = 0,
+    is_new: bool = False,
+) -> None:
+    """Raise ``ValueError`` where an argument leaves no step but the one-pass step, and no kernel can take it.
 
     Args:
-        params: the model's parameters.
-        names: what messages call them.
+        groups: as they are to be: defaults filled in, and "params" are the model's.
+        names: by id of a parameter.
+        first: the number of the first of the groups.
+        is_new: the optimizer is about to be wrapped. Of groups that come later ``fused_step=True`` does not ask it.
     """
-    cls = type(optimizer)
-    spec = fused_spec_for(cls)
-    if spec is None:
-        return no_fused_step(cls)
-    if reason := spec.optimizer_obstacle(optimizer):
-        return reason
+    what = config.required_by or ("fused_step=True" if is_new and config.fused_step is True else "")
+    if not what:
+        return
+    of_groups = (group_obstacle(state_format, number, group) for number, group in enumerate(groups, first))
+    reason = (
+        config.rules_one_pass_out
+        or optimizer_obstacle(optimizer, state_format)
+        or params_obstacle(labelled(groups, names, first), config.master_weights == "split24")
+        or next(filter(None, of_groups), "")
+    )
+    if reason:
+        raise ValueError(f"{what} needs the one-pass step, which can't be had: {reason}. Use {INSTEAD[what]}.")
+
+
+def optimizer_obstacle(optimizer: Optimizer, state_format: StateFormat) -> str:
+    """Why no kernel can step ``optimizer``, whatever its groups say, in words; "" where one can. No sync."""
+    if state_format.spec is None:
+        return no_fused_step(type(optimizer))
     if has_own_step(optimizer):
-        return f"the step of this {cls.__name__} was replaced"
-    return params_obstacle(params, names)
+        return f"the step of this {type(optimizer).__name__} was replaced"
+    reason: str = state_format.spec.optimizer_obstacle(optimizer)
+    return reason
 
 
-def params_obstacle(params: Sequence[Tensor], names: Sequence[str]) -> str:
-    """Why no kernel can step one of the model's parameters, in words; "" where one can."""
-    for param, name in zip(pieces(params), names, strict=True):
-        if param.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            return f"parameter {name!r} is {str(param.dtype).removeprefix('torch.')}"
-        if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            return f"parameter {name!r} is a {type(param).__name__}"
-        if param.layout is not torch.strided or (param.numel() and not is_dense(param)):
+def params_obstacle(params: Iterable[tuple[str, Tensor]], needs_place: bool) -> str:
+    """Why no kernel can step one of the model's parameters, in words; "" where one can.
+
+    Args:
+        params: with what messages call them.
+        needs_place: masters are rounded by the place of an element in the whole parameter.
+    """
+    for name, param in params:
+        piece = local(param)
+        if piece.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return f"parameter {name!r} is {str(piece.dtype).removeprefix('torch.')}"
+        if type(piece).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return f"parameter {name!r} is a {type(piece).__name__}"
+        if piece.layout is not torch.strided or (piece.numel() and not is_dense(piece)):
             return f"the memory of parameter {name!r} is not dense"
+        if needs_place and piece.dtype in HALF_DTYPES and piece_of(param) is None:
+            return (
+                f"where the shards of parameter {name!r} lie in the whole can't be said, as they are strided or cut "
+                'along two dimensions behind the first; master_weights="split" does not ask it'
+            )
     return ""
 
 
-def groups_obstacle(
-    spec: FusedStepSpec, state_format: StateFormat, groups: Iterable[tuple[int, dict[str, Any]]]
-) -> str:
-    """Why no kernel can step groups, given with their numbers, as their settings are now; "" where one can. No sync."""
-    for number, group in groups:
-        reason = state_format.obstacle(group) or spec.group_obstacle(group)
-        if reason:
-            return f"group {number} has {reason}"
-    return ""
+def group_obstacle(state_format: StateFormat, number: int, group: dict[str, Any]) -> str:
+    """Why no kernel can step a group with this number, as its settings are now; "" where one can. No sync."""
+    reason = state_format.obstacle(group) or state_format.spec.group_obstacle(group)
+    return f"group {number} has {reason}" if reason else ""
 
 
 # -- settings and state ------------------------------------------------------------------------------------------------
@@ -134,8 +160,9 @@ class GroupSettings(NamedTuple):
     deciding: tuple[Any, ...]
 
     @classmethod
-    def of(cls, spec: FusedStepSpec, state_format: StateFormat, group: dict[str, Any]) -> GroupSettings:
+    def of(cls, state_format: StateFormat, group: dict[str, Any]) -> GroupSettings:
         """Of a group in which nothing stands in the way. No sync."""
+        spec = state_format.spec
         settings = spec.settings(group)
         return cls(settings, spec.options(settings), state_format.deciding(settings))
 
@@ -252,17 +279,11 @@ class _KernelCall:
 def pieces_of(spec: FusedStepSpec, masters: Masters, pairs: Sequence[ParamPair]) -> list[Piece] | None:
     """Which part of the whole each parameter of one kernel call is here; None where no bit depends on it.
 
-    Raises:
-        CannotServe: of one that can't be said.
+    Where that can't be said, :func:`params_obstacle` was in the way.
     """
     if spec.piece is None and not (masters.needs_number and pairs[0].is_apart):
         return None
-    found: list[Piece] = []
-    for pair in pairs:
-        piece = (spec.piece or piece_of)(pair.model)
-        if piece is None:
-            raise CannotServe(f"where the shards of parameter {pair.name!r} lie in the whole can't be said")
-        found.append(piece)
+    found = [(spec.piece or piece_of)(pair.model) or WHOLE for pair in pairs]
     return None if all(piece == WHOLE for piece in found) else found
 
 
@@ -329,11 +350,9 @@ class FusedStep:
     """Decides at every step whether a kernel takes it, and takes it; else ``fallback`` steps.
 
     Args:
-        wanted: ``fused_step`` of the wrapper, checked.
-        spec: of the optimizer's class.
-        optimizer: the wrapped optimizer. Its state is used and filled.
+        config: the wrapper's. Where an argument leaves no other way to step, ``fallback`` does not.
+        optimizer: the wrapped optimizer, of a class with a spec. Its state is used and filled.
         state_format: how that state is kept.
-        required_by: the argument that leaves no other way to step, as the user writes it; "" where ``fallback`` may.
         step_count: gives the number of the step that is being taken, by which 8-bit values are rounded.
         fallback: the wrapped optimizer's own step.
         run: runs the kernels in the place of the optimizer's own step, as :func:`.wrapped_step.run_hooks` does.
@@ -341,27 +360,25 @@ class FusedStep:
 
     def __init__(
         self,
-        wanted: bool | str,
-        spec: FusedStepSpec,
+        config: Config,
         optimizer: Optimizer,
         params: ParamTable,
         masters: Masters,
         state: StepState,
         state_format: StateFormat,
-        required_by: str,
         step_count: Callable[[], int],
         fallback: WrappedStep,
         run: Callable[..., None] = run_hooks,
         lines: Lines | None = None,
     ) -> None:
-        self.wanted = wanted
-        self.spec = spec
+        self.wanted = config.fused_step
+        self.required_by = config.required_by
+        self.spec: Any = state_format.spec
         self.optimizer = optimizer
         self.params = params
         self.masters = masters
         self.state = state
         self.state_format = state_format
-        self.required_by = required_by
         self.fallback = fallback
         self.run = run
         self.lines = Lines() if lines is None else lines
@@ -380,12 +397,12 @@ class FusedStep:
         if self._lasting_reason or self._known_generation != self.params.generation:  # an obstacle may be gone
             self._known_generation = self.params.generation
             self._lasting_reason = self._find_lasting_reason()
-        return self._lasting_reason or self._groups_obstacle()
+        return self._lasting_reason or optimizer_obstacle(self.optimizer, self.state_format) or self._groups_obstacle()
 
     def _find_lasting_reason(self) -> str:
         if self.params.halves_stepped:
             return NO_MASTERS
-        reason = optimizer_obstacle(self.optimizer, self.params.models, self.params.names)
+        reason = params_obstacle(zip(self.params.names, self.params.models, strict=True), self.masters.needs_number)
         if reason or self.required_by or self.wanted != "auto":
             return reason
         plain = [str(each.device) for each in self.params.devices if backend(each.device) == "reference"]
@@ -394,7 +411,7 @@ class FusedStep:
     def _groups_obstacle(self) -> str:
         for number, group in enumerate(self.optimizer.param_groups):
             if reason := self._read(number, group).obstacle:
-                return f"group {number} has {reason}"
+                return reason
         return ""
 
     def _read(self, number: int, group: dict[str, Any]) -> ReadGroup:
@@ -402,8 +419,8 @@ class FusedStep:
         known = self._groups.get(number)
         if known is not None and known.is_of(group):
             return known
-        reason = self.state_format.obstacle(group) or self.spec.group_obstacle(group)
-        settings = None if reason else GroupSettings.of(self.spec, self.state_format, group)
+        reason = group_obstacle(self.state_format, number, group)
+        settings = None if reason else GroupSettings.of(self.state_format, group)
         read = ReadGroup(list(group), list(group.values()), reason, settings)
         self._groups[number] = read if read.stays else None
         return read
@@ -418,7 +435,7 @@ class FusedStep:
         for number, group in enumerate(self.optimizer.param_groups):
             read = self._read(number, group)
             if read.settings is None:
-                raise CannotServe(f"group {number} has {read.obstacle}")
+                raise CannotServe(read.obstacle)
             found.append(read.settings)
         return found
 
@@ -431,15 +448,15 @@ class FusedStep:
         """See :class:`Stepper`. Where a kernel stepped before and does not any more, a warning says once why.
 
         Raises:
-            RuntimeError: there is no other way to step, or a CUDA graph is being captured, which the argument that
-                requires a kernel does not go with. Nothing has been done.
+            RuntimeError: there is no other way to step; or a CUDA graph is being captured, and steps are rounded by
+                their number. Nothing has been done.
         """
         if self.counts_steps():
             self._refuse_capture()
         reason = self._last_reason = self.reason()
         if reason:
             self._warn_or_refuse(reason)
-            return bool(self.fallback.takes_scaled())
+            return self.fallback.takes_scaled()
         self._has_served = True
         return True
 

@@ -78,7 +78,7 @@ class StepState(abc.ABC):
         self.ranks = ranks
         self.replicas = Replicas()
         self.backwards = 0
-        self.stage: Any = Ready()
+        self.stage: Any = Ready(backwards=LossScaler.backwards)
         self.step: Step | None = None
         self.own_scaler = own_scaler
         self._units = UnitScales()
@@ -140,8 +140,8 @@ class StepState(abc.ABC):
             return look
         self._check_left_over(grads)
         if self.is_to_fold:
-            self.fold(look, may_be_cleared=True)
-            return self.look()
+            self.fold(look)
+            return self.look(look.weights)
         if stage.stamp is None:
             return look
         written, gone = stage.stamp.compare(look.grads)
@@ -267,8 +267,9 @@ class StepState(abc.ABC):
         if sums is None and (type(stage) is Unscaled or (type(stage) is Ready and stage.holds_true)):
             self.gradients.forget_true()
         losses = self.losses if loss is None else (*self.losses, loss)
-        self.stage = Scaled(scale, None, losses, left_over, sums)
+        self.stage = Scaled(scale, None, losses, left_over, sums, may_be_cleared=may_clear)
         self.backwards += 1
+        scaler.begin_backward()
         return scale
 
     def _left_over(self, stage: Ready, look: Look, scaler: LossScaler, may_clear: bool) -> GradientStamp | None:
@@ -291,7 +292,7 @@ class StepState(abc.ABC):
         """
         if self.is_to_fold:
             if stamp:
-                self.fold(self.look(), may_be_cleared=False)
+                self.fold(self.look())
         elif stamp and type(self.stage) is Scaled and not self.replicas.local:  # else a later backward reduces them
             self.stage = self.stage._replace(stamp=GradientStamp(counted_gradients(self.params.models)))
 
@@ -456,7 +457,7 @@ class StepState(abc.ABC):
     def _check(self, stage: Scaled, look: Look, write: bool, has_grads: bool = True) -> None:
         """SCALED to CHECKED or, where true gradients are wanted or kernels can't step some, to UNSCALED."""
         if has_grads and self.is_to_fold:
-            self.fold(look, may_be_cleared=False)
+            self.fold(look)
             return
         stamp = GradientStamp(look.grads) if stage.stamp is None else stage.stamp
         is_checked = not write and self.gradients.check(look, stage.scale.inv_scale)
@@ -490,7 +491,12 @@ class StepState(abc.ABC):
     def update(self, look: Look) -> None:
         """The door: take the model's gradients as they are now, from any writer, and write true ones to masters."""
         self._end_empty()
-        self.take_external(look, self.own_scaler())
+        scaler, stage = self.own_scaler(), self.stage
+        # The user has, or another optimizer's backward with this scaler; one with another scaler tells no scale.
+        is_known = type(stage) is Ready and (
+            scaler.last_backward > stage.backwards or LossScaler.backwards == stage.backwards
+        )
+        self.take_external(look, scaler if is_known else None)
         if type(self.stage) in (Ready, Interrupted) or self.is_to_fold or self.is_sum:
             self.see(look)
         if type(self.stage) in (Checked, Unscaled) and self.stage.scale.by.is_grad_scaler:
@@ -605,12 +611,8 @@ class StepState(abc.ABC):
         """A second scaler joins in, or a further backward: what there is, as sums."""
 
     @abc.abstractmethod
-    def fold(self, look: Look, may_be_cleared: bool) -> None:
-        """UNSCALED: add the model's gradients to the sums.
-
-        Args:
-            may_be_cleared: the user's code has run since the backward: a gradient that is None gives its sum up.
-        """
+    def fold(self, look: Look) -> None:
+        """UNSCALED: add the model's gradients to the sums."""
 
     @abc.abstractmethod
     def reduce(self) -> None:
@@ -666,9 +668,9 @@ class StepState(abc.ABC):
             is_thaw: all are where they were: those that came have got their master. What thaws between a check and its
                 step waits for the next one.
         """
+        self.gradients.follow_params(keeps=is_thaw)
         if type(self.stage) is Checked and is_thaw:
             self.unscale(self.look().without(self.params, [at for at, old in enumerate(came_from) if old is None]))
-        self.gradients.follow_params(keeps=is_thaw)
         stage = self.stage
         if type(stage) in (Checked, Unscaled) and not (is_thaw or self.is_sum):
             self.reset(keeps_true=False)
@@ -697,7 +699,25 @@ class StepState(abc.ABC):
         stamp = getattr(stage, "stamp", None) if zeros is None else GradientStamp(zeros)
         if stamp is None:
             stamp = GradientStamp.of(self.params.models)
-        self.stage = Ready(stamp, zeros is not None, holds_true=type(stage) is Unscaled and keeps_true)
+        holds_true = type(stage) is Unscaled and keeps_true
+        self.stage = Ready(stamp, zeros is not None, holds_true, LossScaler.backwards)
+
+    def given_up(self) -> Check | None:
+        """What a call of the user's has found in gradients that are given up now.
+
+        None where none has, the model has cleared them, a GradScaler decides, or not all ranks have heard of it.
+        """
+        stage = self.stage
+        is_checked = type(stage) is Checked or (type(stage) is Unscaled and (stage.is_closed or not stage.is_sum))
+        if not is_checked or stage.scale.by.is_grad_scaler:
+            return None
+        grads = raw_grads(self.params.models)
+        if self._are_cleared(grads) or (stage.stamp.compare(grads)[0] and are_zero(grads)):
+            return None
+        if type(stage) is Unscaled:
+            self._notice_edits(stage)
+        check: Check = self.stage.check
+        return check if self.ranks.alone or check.is_agreed else None
 
     def forget(self) -> None:
         """READY: a checkpoint was loaded. Gradients that are incomplete stay so."""
@@ -714,4 +734,4 @@ class StepState(abc.ABC):
             return
         self.gradients.release()
         zeros = None if set_to_none else GradientStamp.of(self.params.models)
-        self.stage = Ready(zeros, are_zeros=zeros is not None, holds_true=False)
+        self.stage = Ready(zeros, zeros is not None, False, LossScaler.backwards)

@@ -323,8 +323,11 @@ def own_masters(params: ParamTable, owner: GradientOwner, mixed_in: Any = None) 
 def ordinary_parameters(params: ParamTable) -> Iterator[None]:
     """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops.
 
-    Where an exception cuts its end, :func:`own_masters` puts that right.
+    The optimizer's own code finds on them what the user has set on the model's parameters by now.
+    What the optimizer's own code has moved to other memory comes back at its end. Where an exception cuts its end,
+    :func:`own_masters` puts that right.
     """
+    params.follow_marks()
     masters = params.masters
     owned = list(map(type, masters))
     try:
@@ -332,3 +335,4 @@ def ordinary_parameters(params: ParamTable) -> Iterator[None]:
         yield
     finally:
         set_classes(masters, owned)
+        params.keep_memory()

@@ -241,7 +241,7 @@ class ModelWrites:
             self.masters.take_up(pair)
         self.taken += len(written)
         self.accept(written)
-        self._warn_taken([pair.name for pair in written])
+        self._warn_taken(written)
 
     def _written(self, group: DeviceParams, record: _Record, counted: list[int], reading: Any) -> list[ParamPair]:
         self._sample(group, record.now, reading)
@@ -372,11 +372,12 @@ class ModelWrites:
             record.taken.zero_()  # before the wait: what is set meanwhile, by a replay say, is told next time
             if any(taken := flags_now.tolist()):
                 self.taken += sum(map(bool, taken))
-                self._warn_taken([self.params.names[i] for i, bit in zip(group.positions, taken, strict=True) if bit])
+                self._warn_taken([pair for pair, bit in zip(group.pairs, taken, strict=True) if bit])
 
-    def _warn_taken(self, names: list[str]) -> None:
+    def _warn_taken(self, pairs: list[ParamPair]) -> None:
         self._times_taken += 1
-        warn_model_write(self.lines, names, self._times_taken)
+        names, models = [pair.name for pair in pairs], [pair.model for pair in pairs]
+        warn_model_write(self.lines, names, self._times_taken, models)
 
     def not_warned(self) -> list[Tensor]:
         """By device: how many parameters' writes were taken there that :meth:`warn_now` has not told of. No sync."""

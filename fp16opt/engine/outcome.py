@@ -30,6 +30,22 @@ def update_scale(scaler: LossScaler, found_inf: Tensor) -> None:
         scaler.generation += moved
 
 
+def back_off_where(scaler: LossScaler, found_inf: Tensor) -> None:
+    """``scaler.update`` where ``found_inf`` (float32, 0-dim) is 1.0, and nothing elsewhere.
+
+    Syncs only where what ``update`` does is known to the scaler alone.
+    """
+    memory = scaler.memory
+    if memory is None:
+        if bool(found_inf):
+            scaler.update(found_inf)
+        return
+    before = memory.scale.clone(), memory.trackers.clone()
+    update_scale(scaler, found_inf)
+    for tensor, then in zip((memory.scale, memory.trackers), before, strict=True):
+        tensor.copy_(torch.where(found_inf.to(tensor.device) > 0, tensor, then))
+
+
 def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tensor, skipped: Tensor) -> None:
     """Copy the flags of a step, and its outcome to ``last``, and count it in ``skipped``. No host sync.
 
@@ -100,6 +116,7 @@ class Outcome:
         self._skipped_before = 0
         self.all_or_nothing = all_or_nothing
         self._skipped_on_device: Tensor | None = None
+        self._given_up: Tensor | None = None
         self._last_on_device: Tensor | None = None
         self._last: bool | Tensor = False
         self._kept: list[Tensor] = []
@@ -118,11 +135,14 @@ class Outcome:
     @property
     def skipped_steps(self) -> int:
         """Those before a checkpoint was loaded included. Syncs where decisions were taken on the device."""
-        return self._skipped_before + self._skipped_since()
+        return self._skipped_before + self._skipped_since() + self._count_given_up()
 
     @skipped_steps.setter
     def skipped_steps(self, count: int) -> None:
-        self._skipped_before = count - self._skipped_since()
+        self._skipped_before = count - self._skipped_since() - self._count_given_up()
+
+    def _count_given_up(self) -> int:
+        return 0 if self._given_up is None else int(self._given_up)
 
     def _skipped_since(self) -> int:
         return self._skipped_here + (0 if self._skipped_on_device is None else int(self._skipped_on_device))
@@ -148,6 +168,17 @@ class Outcome:
     def number(self) -> int:
         """Of the step that is being taken, or comes next, from 1."""
         return max(0, self._taken_before + self.steps - self.all_or_nothing * self._skipped_since()) + 1
+
+    def give_up(self, check: Check) -> None:
+        """A batch that was checked is given up: where it is not finite it counts as a skip, and the scale falls.
+
+        No step was begun, so that none is counted beside it. No sync with a device, but as :func:`back_off_where` says.
+        """
+        for scaler, found in check.found:
+            back_off_where(scaler, found)
+        if self._given_up is None:
+            self._given_up = torch.zeros_like(check.found_inf, dtype=kernels.stats.sum_dtype(check.found_inf.device))
+        self._given_up.add_(check.found_inf)
 
     def nothing(self) -> None:
         """``step`` was called and there was nothing to step. No sync."""
@@ -247,14 +278,15 @@ class Outcome:
         skipped: float | Tensor = self._skipped_before + self._skipped_here
         if self._skipped_on_device is not None:
             skipped = self._skipped_on_device + skipped
+        given_up: float | Tensor = 0.0 if self._given_up is None else self._given_up
         last = self._last.gt(0) if isinstance(self._last, Tensor) else self._last
         flags = [] if self._flags is None or last is False else self._flags
         count = sum((one.ne(0).sum().to(flags[0].device) for one in flags), start=0 * last)
         steps = self._taken_before + (self._skipped_before if self.all_or_nothing else 0) + self.steps
         return {
-            "steps": steps,
+            "steps": steps + given_up,
             "steps_taken": steps - skipped if self.all_or_nothing else steps,
-            "skipped_steps": skipped,
+            "skipped_steps": skipped + given_up,
             "step_was_skipped": last,
             "parameters_blamed": count * last,
         }
@@ -278,6 +310,7 @@ class Outcome:
         check: Check,
         params: ParamTable,
         under_grad_scaler: bool = False,
+        raises: bool = True,
     ) -> None:
         """Log a step that was decided on the host.
 
@@ -285,6 +318,7 @@ class Outcome:
             old_scale: That the step was made with.
             losses: Of the step's backwards, unscaled, where they are known.
             under_grad_scaler: Whether a GradScaler has handed over its scale, and follows itself.
+            raises: Whether a limit on skips in a row is looked at.
 
         Raises:
             LossScaleError: a scaler's limit of non-finite steps in a row is reached.
@@ -297,7 +331,8 @@ class Outcome:
                 is_bad = are_finite(losses) is False if self.origin is None else bool(self.origin.losses)
                 weights = params.not_finite() if is_bad else []
                 self.log.skipped(scaler, old_scale, report, losses, weights, self.origin)
-            check_consecutive([one for one, _ in check.found], report, self.origin)
+            if raises:
+                check_consecutive([one for one, _ in check.found], report, self.origin)
         elif skipped is False:
             self.log.stepped(old_scale)
 

@@ -8,9 +8,10 @@ parameter it lies on the weight's own memory. What the wrapped optimizer's ``par
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,12 +78,16 @@ class DeviceParams:
         return read(self.models, self._read, same=True, counts=True)
 
     def lies_as(self, reading: Any) -> bool:
-        """Whether no parameter of the model has moved since this was last asked, by what was just read of them."""
-        before, self._read = self._read, reading
+        """Whether no parameter of the model has moved since :meth:`found`, by what was just read of them."""
         if reading is not None:
-            return bool(reading == before)
-        before_at, self._addresses = self._addresses, [model.data_ptr() for model in self.models]
-        return before_at == self._addresses
+            return bool(reading == self._read)
+        return self._addresses == [model.data_ptr() for model in self.models]
+
+    def found(self, reading: Any) -> None:
+        """The parameters lie as was just read of them, and are what they were. A refusal thus comes again."""
+        self._read = reading
+        if reading is None:
+            self._addresses = [model.data_ptr() for model in self.models]
 
     def pieces_of(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """This rank's pieces of gradients; one that isn't laid out over ranks as its parameter is stays as it is."""
@@ -128,6 +133,7 @@ class ParamPair:
         row: among the parameters of its device.
         is_apart: whether the master has memory of its own; else it lies on the weight's.
         cast: what the last rounding of that device's masters to the model found, by row.
+        marks: attributes that the user had set on the model's parameter when the master last got them.
     """
 
     model: Tensor
@@ -140,6 +146,7 @@ class ParamPair:
     row: int = 0
     is_apart: bool = False
     cast: Any = None
+    marks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_master(self) -> bool:
@@ -156,6 +163,26 @@ class ParamPair:
                 self.master._local_tensor = there.detach()  # type: ignore[attr-defined]
             else:
                 self.master.data = self.model.data
+
+    def follow_marks(self) -> None:
+        """The master gets attributes that were set on the model's parameter since; what else stands on it stays."""
+        now, before = self.model.__dict__, self.marks
+        if now or before:
+            for name in before.keys() - now.keys():
+                self.master.__dict__.pop(name, None)
+            new = {name: value for name, value in now.items() if name not in before or before[name] is not value}
+            self.master.__dict__.update(new)
+            self.marks = dict(now)
+
+    def keep_memory(self) -> None:
+        """Where a step has given that master memory of its own, the weight takes its values, and it lies there again.
+
+        To be called when the code of the step has run: any other move is the weight's, and :meth:`follow_memory`'s.
+        """
+        if local(self.master).data_ptr() != local(self.model).data_ptr():
+            with torch.no_grad():
+                self.model.copy_(self.master)
+            self.follow_memory()
 
 
 class ParamTable:
@@ -252,6 +279,8 @@ class ParamTable:
                 if pair is None:
                     pair = ParamPair(param, param, name, number, index, (param.dtype, param.shape, param.device))
                     by_id[id(param)] = pair
+                if not pair.has_master:
+                    check_plain(pair.model, name)
                 found.append(pair)
                 labelled.append((name, pair.model))
         check_apart(labelled)
@@ -291,7 +320,8 @@ class ParamTable:
                     f"group {number}, param {index}{quoted(name_of(group, index, param, names))}: this parameter is in "
                     "the optimizer already. Leave it out."
                 )
-        check_apart([(pair.name, pair.model) for pair in self.all] + _labelled([group], names, number))
+            check_plain(param, name_of(group, index, param, names) or numbered(number, index))
+        check_apart([(pair.name, pair.model) for pair in self.all] + labelled([group], names, number))
 
     def changed(self) -> None:
         """Optimizer state or masters were replaced: no plan that was made of them holds."""
@@ -319,6 +349,18 @@ class ParamTable:
         )
         self.generation += 1
 
+    def follow_marks(self) -> None:
+        """Before a step of a class's own, which may read them: ``p.lr_scale``."""
+        for pair in self.all:
+            if pair.has_master:
+                pair.follow_marks()
+
+    def keep_memory(self) -> None:
+        """After a step of a class's own: masters on weights' memory lie there, also where it said ``p.data = ...``."""
+        for pair in self.all:
+            if pair.has_master and not pair.is_apart:
+                pair.keep_memory()
+
     # -- what kernels get --------------------------------------------------------------------------------------------
 
     def find_pieces(self) -> None:
@@ -340,6 +382,8 @@ class ParamTable:
             for pair in self.all:
                 pair.follow_memory()
             self.layout += 1
+        for device, one in zip(self.devices, readings, strict=True):
+            device.found(one)
         return readings
 
     def verify(self) -> None:
@@ -463,7 +507,7 @@ def numbered(group: int, index: int) -> str:
     return f"group {group}, param {index}"
 
 
-def _labelled(groups: list[dict[str, Any]], names: dict[int, str], first: int = 0) -> list[tuple[str, Tensor]]:
+def labelled(groups: list[dict[str, Any]], names: dict[int, str], first: int = 0) -> list[tuple[str, Tensor]]:
     """(what a message calls it, the parameter) for all of some groups, of which the first has the number ``first``."""
     return [
         (name_of(group, index, param, names) or numbered(number, index), param)
@@ -478,6 +522,20 @@ def _labelled(groups: list[dict[str, Any]], names: dict[int, str], first: int = 
 def is_to_be_mastered(model: Tensor) -> bool:
     """Whether a parameter gets a master: it trains, or has a gradient."""
     return model.requires_grad or raw_grad(model) is not None
+
+
+def check_plain(model: Tensor, name: str) -> None:
+    """Raise ``ValueError`` for a parameter to train whose class computes in its own way, as torchao's float8 weights.
+
+    What is frozen may be of any class: nothing reads it.
+    """
+    kind = type(local(model))
+    if is_to_be_mastered(model) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ValueError(
+            f"parameter {name!r} is a {kind.__name__}, a tensor subclass with operations of its own, of which a master "
+            "can't be told. Convert the model without such weights (float8: enable_fsdp_float8_all_gather=False), or "
+            "leave it out of the wrapped optimizer."
+        )
 
 
 def check_group(group: dict[str, Any], number: int, names: dict[int, str], known: Container[int]) -> None:
@@ -518,9 +576,9 @@ def check_group(group: dict[str, Any], number: int, names: dict[int, str], known
 
 
 def check_apart(labelled: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise ``ValueError`` naming two parameters that share bytes: each would undo the other's update.
+    """Raise ``ValueError`` naming two parameters that overlap in memory: each would undo the other's update.
 
-    Disjoint parts of one buffer are apart, as cuDNN's LSTM has them.
+    Parts of one buffer that lie one behind the other are apart, as cuDNN's LSTM has them; columns of a matrix are not.
     """
     spans = []
     for position, (_, param) in enumerate(labelled):
@@ -530,37 +588,15 @@ def check_apart(labelled: Sequence[tuple[str, Tensor]]) -> None:
             reach = sum(stride * (size - 1) for stride, size in zip(piece.stride(), piece.shape, strict=True))
             if start:
                 spans.append((str(piece.device), start, start + (reach + 1) * piece.element_size(), position))
-    reached: list[tuple[str, int, int, int]] = []
-    for span in sorted(spans):
-        reached = [other for other in reached if other[0] == span[0] and other[2] > span[1]]
-        for other in reached:
-            (first, a), (second, b) = labelled[min(other[3], span[3])], labelled[max(other[3], span[3])]
+    for (device, _, end, one), (another, start, _, other) in itertools.pairwise(sorted(spans)):
+        if device == another and start < end:
+            (first, a), (second, b) = labelled[min(one, other)], labelled[max(one, other)]
             if a is b:
                 raise ValueError(f"parameters {first!r} and {second!r} are one, in the optimizer twice. Leave one out.")
-            if _share_bytes(local(a), local(b)):
-                raise ValueError(
-                    f"parameters {first!r} and {second!r} share memory: an update of one would overwrite the other's. "
-                    "Give the optimizer one of the two, or give each memory of its own, with .clone()."
-                )
-        reached.append(span)
-
-
-def _share_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether some byte belongs to both, of two tensors whose stretches of memory overlap."""
-    if is_dense(a) and is_dense(b):
-        return True
-    low = min(a.data_ptr(), b.data_ptr())
-    offsets = []
-    for tensor in (a, b):
-        reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-        elements = (
-            torch.arange(reach + 1, dtype=torch.int64, device="cpu")
-            .as_strided(tensor.shape, tensor.stride())
-            .reshape(-1, 1)
-        )
-        of_one = torch.arange(tensor.element_size(), dtype=torch.int64, device="cpu")
-        offsets.append((elements * tensor.element_size() + of_one).reshape(-1) + (tensor.data_ptr() - low))
-    return bool(torch.isin(*offsets).any())
+            raise ValueError(
+                f"parameters {first!r} and {second!r} overlap in memory: an update of one would overwrite the other's. "
+                "Give the optimizer one of the two, or give each memory of its own, with .clone()."
+            )
 
 
 # -- state, by parameter -----------------------------------------------------------------------------------------------

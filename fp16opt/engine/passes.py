@@ -205,7 +205,8 @@ class DeviceGradients:
         if self._has_halves:
             for row, (place, out) in enumerate(zip(laid.places, laid.outs, strict=True)):
                 if place is not None and out is not None and self._true_dtypes[row] in HALF_DTYPES:
-                    halves[row] = torch.empty_like(out, dtype=self._true_dtypes[row]) if place.is_sparse else place
+                    is_sparse = place.is_sparse
+                    halves[row] = torch.empty_like(out, dtype=self._true_dtypes[row]) if is_sparse else local(place)
             wide = [None if half is None else out for half, out in zip(halves, laid.outs, strict=True)]
             round_to(wide, halves, self.stats)
         for row, (place, out, half) in enumerate(zip(laid.places, laid.outs, halves, strict=True)):

@@ -176,51 +176,6 @@ class Ranks:
         return self
 
 
-class Detached(Ranks):
-    """A copy of an optimizer that shared its verdict with stages of a pipeline: none of these knows the copy.
-
-    Args:
-        within: what its parameters alone tell.
-    """
-
-    alone = False
-    expects_all = True
-
-    def __init__(self, within: Ranks) -> None:
-        self._within = within
-
-    @property
-    def within(self) -> Ranks:
-        """What the parameters alone tell."""
-        return self._within
-
-    def check_clip(self, norm_type: float, is_of_all: bool) -> None:
-        """Nothing to check: no norm can be had."""
-
-    def agree(
-        self,
-        found: Sequence[Tensor],
-        asked: Asked,
-        power_sum: Tensor | None,
-        has_grads: bool = True,
-        losses: Sequence[Tensor] = (),
-    ) -> Agreed:
-        """Not before it is attached.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "this optimizer is a copy of one that shared its verdict with the stages of a pipeline, and copies belong "
-            "to no process group. Call fp16opt.distributed.attach(opt, model, process_group=...) on every rank, with "
-            "the copy's model; or attach(opt, None), for it to step by itself."
-        )
-
-    def followed_by(self, ask: Callable[[], Ranks]) -> Ranks:
-        """Stays what it is, of other parameters."""
-        return Detached(ask())
-
-
 @dataclass
 class Digest:
     """What ranks hold alike: names and values of masters, and scaler and settings in words.

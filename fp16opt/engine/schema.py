@@ -343,7 +343,7 @@ def _check_entry(
             _check_count(key, value, label)
         like = _like(key, value, param, name)
         if like is not None:
-            _check_tensor(key, value, like, label)
+            _check_tensor(key, value, like, label, may_be_sparse=key == "momentum_buffer")
     if name == "LBFGS" and entry:
         _check_lbfgs(entry, group["history_size"], optimizer, label)
 
@@ -368,7 +368,7 @@ def _without_data(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-def _check_tensor(key: object, value: object, shape: tuple[int, ...], label: str) -> None:
+def _check_tensor(key: object, value: object, shape: tuple[int, ...], label: str, may_be_sparse: bool = False) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{label}: {key} must be a tensor, got {_type(value)}. {HOW_SAVED}")
     if tuple(value.shape) != shape:
@@ -378,6 +378,8 @@ def _check_tensor(key: object, value: object, shape: tuple[int, ...], label: str
         )
     if not value.is_floating_point():
         raise ValueError(f"{label}: {key} must be a floating tensor, got {value.dtype}. {HOW_SAVED}")
+    if value.layout != torch.strided and not may_be_sparse:  # SGD's momentum of sparse gradients is sparse
+        raise ValueError(f"{label}: {key} must be a dense tensor, got {value.layout}. {HOW_SAVED}")
 
 
 def _check_count(key: object, value: object, label: str) -> None:

@@ -25,7 +25,7 @@ def copied(tensor: Tensor) -> Tensor:
         >>> copied(values).add_(1), values
         (tensor([2., 2.]), tensor([1., 1.]))
     """
-    if type(local(tensor)) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) in _PLAIN or type(local(tensor)) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
         return tensor.detach().clone()
     kind: Any = type(tensor)
     with torch.no_grad():
@@ -53,6 +53,8 @@ class Snapshot:
     def _keep(self, value: Any) -> None:
         if isinstance(value, Optimizer):
             value = vars(value)
+            if not self._copies_tensors:  # torch's own loading puts others in their place, and writes none of them
+                self._seen |= {id(value["state"]), id(value["param_groups"])}
         if not isinstance(value, Tensor | dict | list | set | deque | tuple) or id(value) in self._seen:
             return
         self._seen.add(id(value))

@@ -282,11 +282,13 @@ class Ready(NamedTuple):
         stamp: of gradients that a step has used, or that were made zeros of.
         are_zeros: the latter.
         holds_true: whether masters may still hold gradients of the step before, to be read.
+        backwards: how many had begun by then, with any scaler.
     """
 
     stamp: GradientStamp | None = None
     are_zeros: bool = False
     holds_true: bool = True
+    backwards: int = 0
 
 
 class Scaled(NamedTuple):
@@ -297,6 +299,8 @@ class Scaled(NamedTuple):
         losses: of the backwards, unscaled, where they are single numbers.
         left_over: stamp of gradients of an earlier step, over which the user scaled a loss: they must go.
         sums: the FP32 sums so far; None where there are none.
+        may_be_cleared: the user runs the backward, with what stands for sums in place: where that is gone then, the
+            sum is given up.
     """
 
     scale: BackwardScale
@@ -304,6 +308,7 @@ class Scaled(NamedTuple):
     losses: tuple[Tensor, ...] = ()
     left_over: GradientStamp | None = None
     sums: Unscaled | None = None
+    may_be_cleared: bool = False
 
 
 class Checked(NamedTuple):

@@ -16,9 +16,11 @@ class StateFormat(Protocol):
     """How the state of an optimizer that is stepped by fused kernels is kept.
 
     Attributes:
+        spec: of the wrapped optimizer's class; None where it has none, and only :meth:`convert` is called.
         needs_number: whether steps round state by the number of the step.
     """
 
+    spec: Any
     needs_number: bool
 
     def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
@@ -44,16 +46,16 @@ class FullState:
     needs_number = False
 
     def __init__(self, spec: FusedStepSpec | None) -> None:
-        self._spec: Any = spec
+        self.spec: Any = spec
 
     def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
         """The class's own."""
-        spec: FusedStepSpec = self._spec
+        spec: FusedStepSpec = self.spec
         return spec
 
     def deciding(self, settings: dict[str, Any]) -> tuple[Any, ...]:
         """Names of state tensors."""
-        names: tuple[str, ...] = self._spec.state_names(settings)
+        names: tuple[str, ...] = self.spec.state_names(settings)
         return names
 
     def obstacle(self, group: dict[str, Any]) -> str:

@@ -323,14 +323,8 @@ def run_step(
 
     is_framed = code is not None and (has_step_hooks(optimizer) or torch.autograd.profiler._is_profiler_enabled)
     framed = Optimizer.profile_hook_step(run) if is_framed else run
-    try:
-        with guard_open(optimizer):
-            return framed(optimizer, *(() if closure is None else (closure,)))
-    except RuntimeError as error:
-        explained = _explained(error, optimizer)
-        if explained is error:
-            raise
-        raise explained from error
+    with guard_open(optimizer):
+        return framed(optimizer, *(() if closure is None else (closure,)))
 
 
 def _by_name(optimizer: Optimizer, *given: Any, **named: Any) -> Any:
@@ -401,18 +395,6 @@ def _own_code(optimizer: Optimizer) -> Callable[..., Any] | None:
         return None
     own: Callable[..., Any] = framed.__wrapped__  # type: ignore[attr-defined]
     return own
-
-
-def _explained(error: BaseException, optimizer: Optimizer) -> BaseException:
-    """What a step raised; in other words where it asked for the graph of gradients, which those of masters lack."""
-    if not (isinstance(error, RuntimeError) and "grad_fn" in str(error)):
-        return error
-    name = type(optimizer).__name__
-    return RuntimeError(
-        f"{name}.step() differentiates its gradients a second time ({str(error).rstrip('.')}). Gradients of masters "
-        f"are unscaled copies of the model's, without a graph, also after backward(loss, create_graph=True). Use "
-        f"{name} unwrapped, on FP32 weights."
-    )
 
 
 @contextlib.contextmanager

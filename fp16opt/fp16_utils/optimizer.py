@@ -199,7 +199,6 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
             set_grads_to_None: Set ``.grad`` to None instead of zeroing it.
             set_to_none: torch's name for the same; wins where given.
         """
-        self._count_unstepped_overflow()
         super().zero_grad(set_grads_to_None if set_to_none is None else set_to_none)
 
     def _were_cleared(self) -> bool:

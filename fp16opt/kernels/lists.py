@@ -14,6 +14,7 @@ from torch import Tensor
 from . import backends, cuda
 from .calls import Entries, Operation, Plan
 from .pieces import WHOLE, Piece, check_count, check_piece
+from .readings import has_memory
 
 _CODES = (torch.int8, torch.uint8)
 
@@ -36,6 +37,8 @@ def _check_dense(where: str, tensor: object) -> None:
         raise TypeError(f"{where} must be a tensor or None, got {type(tensor).__name__}.")
     if tensor.layout != torch.strided:
         raise TypeError(f"{where} must be a dense tensor, got layout {tensor.layout}. Convert it with to_dense().")
+    if not has_memory(tensor):
+        raise ValueError(f"{where} has {tensor.numel()} elements and no memory: clone() it, or set it to None.")
 
 
 def _check_row(operation: Operation, i: int, row: Sequence[Tensor], device: torch.device) -> None:

@@ -159,7 +159,7 @@ class PlainReader:
             elif any(map(_is_neg, there)) or not all(map(_is_plain, set(types))):
                 return None
             else:
-                if 0 in found and not all(map(_has_memory, there)):
+                if 0 in found and not all(map(has_memory, there)):
                     return None
                 columns = [one.dtype for one in there], [one.device for one in there], [one.shape for one in there]
                 forms = Forms(types, *columns, list(map(_stride, there)))
@@ -181,7 +181,8 @@ class PlainReader:
         return grads, self.read(grads, like, False, True)
 
 
-def _has_memory(tensor: Tensor) -> bool:
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements, if it has any, lie somewhere: those of torch's zero tensor do not."""
     return tensor.data_ptr() != 0 or tensor.numel() == 0
 
 

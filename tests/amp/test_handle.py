@@ -14,6 +14,7 @@ from fp16opt import amp
 from fp16opt.amp import _amp_state
 from fp16opt.amp._amp_state import _amp_state as from_module
 from fp16opt.amp._amp_state import master_params, maybe_print, warn_or_err
+from fp16opt.amp.handle import NoOpHandle
 
 from .nets import LEVELS, X, Y, made, net, same, sgd, train
 
@@ -24,14 +25,13 @@ def test_the_state_object_and_the_module_of_the_same_name() -> None:
     assert module._amp_state is _amp_state
     assert amp.master_params is master_params
     assert "state_dict" in amp.__dict__
-    for name in ("frontend", "handle", "opt", "scaler", "lists.functional_overrides", "amp"):
+    for name in ("frontend", "handle", "scaler", "lists.functional_overrides", "amp"):
         importlib.import_module(f"fp16opt.amp.{name}")
     from fp16opt.amp.frontend import O2, Properties
-    from fp16opt.amp.handle import AmpHandle, NoOpHandle
     from fp16opt.amp.scaler import LossScaler
 
     assert O2(Properties()).opt_level == "O2"
-    assert all((AmpHandle, NoOpHandle, LossScaler))
+    assert LossScaler
 
 
 def test_messages(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,81 +112,22 @@ def test_a_backward_by_hand() -> None:
     assert same([*model.parameters()], [*reference_model.parameters()])
 
 
-def test_init_and_wrap_optimizer() -> None:
-    handle = amp.init()
-    assert handle.is_active()
-    assert handle.has_cache
-    assert not handle.verbose
-    model = nn.Linear(8, 3)
-    plain = torch.optim.SGD(model.parameters(), lr=0.25)
-    optimizer = handle.wrap_optimizer(plain, num_loss=2)
-    assert optimizer.loss_scale == 2.0**16
-    assert optimizer.param_groups is plain.param_groups
-    assert optimizer.optimizer is plain
-    assert optimizer.engine is plain
-    for overflow in (None, 0, 1, None):
-        before = model.weight.detach().clone()
-        optimizer.zero_grad()
-        for k in range(2):
-            with optimizer.scale_loss(F.cross_entropy(model(X), Y)) as scaled:
-                scaled.backward()
-                if overflow == k:
-                    model.bias.grad[0] = float("inf")
-        with pytest.raises(RuntimeError, match="expected 2 losses before step"), optimizer.scale_loss(scaled):
-            pass
-        optimizer.step()
-        assert torch.equal(model.weight, before) == (overflow is not None)
-    assert [s.loss_scale() for s in optimizer._loss_scaler] == [2.0**15, 2.0**15]
-    with pytest.raises(NotImplementedError, match=r"step\(closure\) does not go with wrap_optimizer"):
-        optimizer.step(lambda: 0.0)
-    with pytest.raises(RuntimeError, match=r"handle\.scale_loss is gone: use amp\.scale_loss"):
-        handle.scale_loss(scaled, plain)
-    with pytest.raises(TypeError, match=r"optimizer: expected a torch\.optim\.Optimizer, got int"):
-        handle.wrap_optimizer(3)
-    with pytest.raises(RuntimeError, match="num_loss: expected a whole number"):
-        handle.wrap_optimizer(plain, 0)
-    with pytest.raises(AttributeError):
-        _ = optimizer.nothing
-
-
-def test_wrap_optimizer_trains_like_plain_sgd() -> None:
-    handle = amp.init()
-    model, plain = net(), net()
-    optimizer = handle.wrap_optimizer(sgd(model), num_loss=1)
-    reference = sgd(plain)
-    with handle.disable_casts():
-        for _ in range(4):
-            optimizer.zero_grad()
-            with optimizer.scale_loss(F.cross_entropy(model(X), Y)) as scaled:
-                scaled.backward()
-            optimizer.step()
-            reference.zero_grad()
-            F.cross_entropy(plain(X), Y).backward()
-            reference.step()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+def test_the_interface_of_2018_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"init: handles were replaced by model, optimizer = amp\.initialize"):
+        amp.init(loss_scale=128.0)
 
 
 def test_disabled_handle() -> None:
+    amp.initialize(net(), enabled=False)
+    assert isinstance(_amp_state.handle, NoOpHandle)
     handle = amp.init(enabled=False)
     assert not handle.is_active()
-    assert not handle._is_active
-    assert (handle.cache, handle.has_cache, handle.verbose) == ({}, False, False)
     loss = torch.ones((), requires_grad=True)
     with handle.scale_loss(loss, None) as scaled:
         assert scaled is loss
     with handle.disable_casts():
         pass
-    handle._clear_cache()
-    handle.remove_cache(loss)
     handle._deactivate()
-    model = net()
-    optimizer = handle.wrap_optimizer(sgd(model), num_loss=2)
-    with optimizer.scale_loss(loss) as scaled:
-        assert scaled is loss
-    assert optimizer.loss_scale == 1.0
-    assert optimizer.engine is None
-    optimizer.step()
 
 
 # -- add_param_group -------------------------------------------------------------------------------------------------

@@ -315,15 +315,6 @@ def test_a_later_initialize_makes_new_scalers_and_every_optimizer_uses_them() ->
     assert same(bits(model, optimizer), bits(reference_model, reference)), "scales are powers of two: the same numbers"
 
 
-def test_a_refused_initialize_leaves_the_scalers() -> None:
-    _, optimizer = made("O2")
-    before = list(_amp_state.loss_scalers)
-    for refused in ({"opt_level": "O1", "master_weights": True}, {"loss_scale": -1.0}, {"num_losses": 0}):
-        with pytest.raises(RuntimeError):
-            amp.initialize(net(), None, **refused)
-    assert optimizer.amp.scalers == _amp_state.loss_scalers == before
-
-
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -468,17 +459,6 @@ def test_outputs() -> None:
     assert model.lin.weight.dtype == torch.float32
 
 
-def test_float64_batches() -> None:
-    model = amp.initialize(Echo(), opt_level="O2", verbosity=0)
-    model(torch.ones(2, dtype=torch.float64))
-    assert model.seen[0][0].dtype == HALF
-    wide = Echo()
-    wide.lin.double()
-    wide = amp.initialize(wide, opt_level="O2", verbosity=0)
-    wide(torch.ones(2, dtype=torch.float64))
-    assert wide.seen[0][0].dtype == torch.float64
-
-
 def test_forward_called_directly_hooks_eval_and_forward_set_on_the_instance() -> None:
     model = net()
     seen = []
@@ -510,13 +490,6 @@ def test_copies_and_pickles_compute_with_their_own_weights(level: str) -> None:
     assert (type(model).__name__, repr(model)) == ("Sequential", repr(net()))
     fresh = type(model)(nn.Linear(8, 2))  # code that makes another instance of the class
     assert fresh(X).dtype == torch.float32 if level != "O1" else torch.is_tensor(fresh(X))
-
-
-def test_wrapping_for_parallel_training_afterwards() -> None:
-    model, optimizer = made("O2")
-    parallel = nn.DataParallel(model)
-    train(parallel, optimizer, 2)
-    assert parallel.module is model
 
 
 @pytest.mark.parametrize("level", LEVELS)

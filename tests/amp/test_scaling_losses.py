@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import logging
 from typing import Any
 
@@ -64,18 +63,6 @@ def test_o2_is_the_engine_by_hand_bit_for_bit() -> None:
     masters = list(engine.master_params())
     expected = [*by_hand.parameters(), *masters, *(engine.state[m]["momentum_buffer"] for m in masters)]
     assert same(bits(model, optimizer), [t.detach() for t in expected])
-
-
-def test_o0_is_plain_training_bit_for_bit() -> None:
-    model, optimizer = made("O0")
-    train(model, optimizer, 6)
-    plain = net()
-    torch_optimizer = sgd(plain)
-    for _ in range(6):
-        torch_optimizer.zero_grad()
-        F.cross_entropy(plain(X), Y).backward()
-        torch_optimizer.step()
-    assert same([*model.parameters()], [*plain.parameters()])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -242,21 +229,6 @@ def test_delayed_overflow_check_is_not_forgotten(level: str) -> None:
     assert same([p.detach() for p in model.parameters()], before)
 
 
-def test_clipping_the_master_params() -> None:
-    model, optimizer = made("O2")
-    with amp.scale_loss(F.cross_entropy(model(X), Y), optimizer) as scaled:
-        scaled.backward()
-    norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.125)
-    total = torch.sqrt(sum(p.grad.double().square().sum() for p in amp.master_params(optimizer)))
-    assert float(norm) > 0.125
-    assert abs(float(total) - 0.125) < 1e-4
-    clipped = [p.grad.clone() for p in amp.master_params(optimizer)]
-    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
-    optimizer.step()
-    for p, m, g in zip(amp.master_params(optimizer), masters, clipped, strict=True):
-        assert torch.equal(p, m - 0.125 * g)
-
-
 def test_what_is_yielded() -> None:
     model, optimizer = made("O2")
     loss = torch.ones(2, 3, dtype=torch.float16, requires_grad=True)
@@ -267,77 +239,6 @@ def test_what_is_yielded() -> None:
     with amp.scale_loss(loss, optimizer, model=model) as scaled:
         scaled.backward(torch.ones(2, 3))
     assert loss.grad is not None
-
-
-def test_a_plain_backward_counts_at_scale_one() -> None:
-    for level in ("O1", "O2"):
-        model, optimizer = made(level)
-        (model(X).sum() * 2**-6).backward()
-        with amp.scale_loss(model(X).sum() * 2**-6, optimizer) as scaled:
-            scaled.backward()
-        bias = list(amp.master_params(optimizer))[-1]
-        assert torch.equal(bias.grad, torch.ones(3)), level
-        _amp_state.casts.deactivate()
-
-
-def once(model: Any, optimizer: Any, **options: Any) -> None:
-    with amp.scale_loss(F.cross_entropy(model(X).float(), Y), optimizer, **options) as scaled:
-        scaled.backward()
-
-
-@pytest.mark.parametrize("again", ["step", "scale_loss"])
-@pytest.mark.parametrize("write", ["backward", "in place", "replaced"])
-def test_half_gradients_written_after_scale_loss_are_refused(write: str, again: str) -> None:
-    model, optimizer = made("O2")
-    train(model, optimizer, 1)
-    optimizer.zero_grad()
-    once(model, optimizer)
-    before = bits(model, optimizer)
-    if write == "backward":
-        F.cross_entropy(model(X).float(), Y).backward()
-    elif write == "in place":
-        model[0].weight.grad.mul_(0.5)
-    else:
-        model[0].weight.grad = model[0].weight.grad.clone()
-    with pytest.raises(RuntimeError, match=r"written after they were checked: 0\.weight.*update_master_grads\(\)"):
-        optimizer.step() if again == "step" else once(model, optimizer)
-    assert same(bits(model, optimizer), before)
-    optimizer.zero_grad()
-    train(model, optimizer, 1)
-
-
-@pytest.mark.parametrize("loss_id", [0, 1])
-def test_scale_loss_after_a_clip_is_refused_with_masters(loss_id: int) -> None:
-    """The clip is that of all losses of a step."""
-    model, optimizer = made("O2", num_losses=2)
-    once(model, optimizer)
-    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 2.0**-7)
-    with pytest.raises(RuntimeError, match="Clip and edit after the last backward of a step"):
-        once(model, optimizer, loss_id=loss_id)
-    before = [p.detach().clone() for p in amp.master_params(optimizer)]
-    optimizer.step()
-    assert not same([p.detach() for p in amp.master_params(optimizer)], before)
-    assert not optimizer.step_was_skipped
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_that_a_step_has_left_are_refused_where_they_are_scaled(level: str) -> None:
-    """Those of a plain optimizer are true ones, and add up as in torch."""
-    model, optimizer = made(level)
-    train(model, optimizer, 1)
-    if level != "O2":
-        before = [p.grad.clone() for p in model.parameters()]
-        once(model, optimizer)
-        after = [p.grad.clone() for p in model.parameters()]
-        optimizer.zero_grad()
-        once(model, optimizer)
-        for a, b, p in zip(after, before, model.parameters(), strict=True):
-            assert torch.equal(a, b + p.grad)
-    else:
-        with pytest.raises(RuntimeError, match=r"made at another scale: 0\.weight.*Call zero_grad\(\)"):
-            once(model, optimizer)
-    optimizer.zero_grad()
-    train(model, optimizer, 1)
 
 
 def test_refused_calls() -> None:
@@ -386,48 +287,6 @@ def test_closures_without_masters(level: str) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_fused_optimizers_of_torch() -> None:
-    for kwargs in ({"fused": True}, {"foreach": True}):
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.875, **kwargs)
-        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-        losses = train(model, optimizer, 5)
-        assert losses[-1] < losses[0]
-
-
-class Larc:
-    """A wrapper that is no torch Optimizer: it changes gradients, then steps the optimizer inside."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optim = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optim"], name)
-
-    def step(self) -> None:
-        with torch.no_grad():
-            for group in self.optim.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p.grad.mul_(0.5)
-        self.optim.step()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_wrappers_like_larc(level: str) -> None:
-    model = net()
-    larc = Larc(sgd(model))
-    assert amp.initialize(model, larc, opt_level=level, verbosity=0)[1] is larc
-    before = [p.detach().clone() for p in model.parameters()]
-    with amp.scale_loss(F.cross_entropy(model(X), Y), larc) as scaled:
-        scaled.backward()
-    grads = [p.grad.clone() for p in amp.master_params(larc)]
-    larc.step()
-    for p, b, g in zip(model.parameters(), before, grads, strict=True):
-        expected = (b.float() - 0.125 * 0.5 * g.float()).to(p.dtype)
-        assert torch.allclose(p, expected, rtol=1e-3, atol=1e-6)
-
-
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -465,22 +324,6 @@ def test_resume_is_bit_exact(level: str, order: int) -> None:
     assert amp.state_dict() == expected_scale
 
 
-def test_the_comparison_notices_lost_masters() -> None:
-    model, optimizer = made("O2")
-    train(model, optimizer, 5)
-    saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    train(model, optimizer, 5)
-    expected = bits(model, optimizer)
-    model, optimizer = made("O2")
-    model.load_state_dict(saved["model"])
-    del saved["optimizer"]["fp16opt_masters"]  # as apex saved it
-    optimizer.load_state_dict(saved["optimizer"])
-    train(model, optimizer, 5)
-    got = bits(model, optimizer)
-    assert not same(got, expected)
-    assert all(torch.allclose(a.float(), b.float(), atol=2e-2) for a, b in zip(got, expected, strict=True))
-
-
 def test_optimizer_checkpoints_go_both_ways() -> None:
     model, optimizer = made("O2")
     train(model, optimizer, 3)
@@ -494,21 +337,6 @@ def test_optimizer_checkpoints_go_both_ways() -> None:
     optimizer.load_state_dict(state)
     assert same([optimizer.state[p]["momentum_buffer"] for p in amp.master_params(optimizer)],
                 [torch_optimizer.state[p]["momentum_buffer"] for p in plain.parameters()])  # fmt: skip
-
-
-def test_three_scalers_halve_on_their_own() -> None:
-    model, optimizer = made("O2", num_losses=3)
-    for loss_id, times in enumerate((0, 1, 2)):
-        for _ in range(times):
-            optimizer.zero_grad()
-            with amp.scale_loss(model(X).sum() * float("inf"), optimizer, loss_id=loss_id) as scaled:
-                scaled.backward()
-            optimizer.step()
-    assert amp.state_dict() == {
-        f"loss_scaler{i}": {"loss_scale": 2.0 ** (16 - i), "unskipped": 0} for i in range(3)
-    }  # fmt: skip
-    destination: dict[str, Any] = {"else": 1}
-    assert amp.state_dict(destination) is destination
 
 
 def test_scalers_are_loaded_by_key(caplog: pytest.LogCaptureFixture) -> None:
@@ -532,44 +360,3 @@ def test_scalers_are_loaded_by_key(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(TypeError, match="state_dict: expected a dict, got list"):
         amp.load_state_dict([])  # type: ignore[arg-type]
     assert amp.state_dict() == before
-
-
-def test_loss_falls_ten_times_running() -> None:
-    for level in LEVELS:
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        losses = train(model, optimizer, 10)
-        assert all(b < a for a, b in itertools.pairwise(losses)), level
-        _amp_state.casts.deactivate()
-
-
-def test_weights_loaded_after_initialize_stay() -> None:
-    model, optimizer = made("O2")
-    train(model, optimizer, 2)
-    other = net(5)
-    model.load_state_dict(other.state_dict())
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    train(model, optimizer, 1)
-    assert torch.equal(model[0].weight, other[0].weight.half())
-
-
-def test_the_notice_names_the_loss_that_overflowed(caplog: pytest.LogCaptureFixture) -> None:
-    model = net()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level="O1", num_losses=2)
-    train(model, optimizer, 10)  # skips before are calibration
-    for bad in (0, 1):
-        optimizer.zero_grad()
-        caplog.clear()
-        for loss_id in (0, 1):
-            with amp.scale_loss(F.cross_entropy(model(X), Y), optimizer, loss_id=loss_id) as scaled:
-                scaled.backward()
-                if loss_id == bad:
-                    model[3].bias.grad[0] = float("inf")
-        with caplog.at_level(logging.INFO):
-            optimizer.step()
-        assert len(caplog.records) == 1
-        assert f", of loss {bad}" in caplog.text
-        assert "loss scale 65536 -> 32768" in caplog.text

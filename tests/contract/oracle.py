@@ -644,13 +644,26 @@ class Oracle:
                 p.set_grad(torch.zeros_like(p.grad), in_place=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        gives_up = self._gives_up()
         self._begin()
         self._follow(may_change=True)
+        if gives_up:
+            self._record(True)
         for name in (name for names in self.seen for name in names):
             p = self.params[name]
             if p.grad is not None:
                 p.set_grad(None if set_to_none else torch.zeros_like(p.grad), in_place=not set_to_none)
         self._begin_anew()
+
+    def _gives_up(self) -> bool:
+        """Whether a call of the user's has found what is cleared now not to be finite."""
+        if not isinstance(self.stage, Checked) or self.stage.divided or self.driven_by:
+            return False
+        if not found_inf(list(self._trues().values())) or not self.with_grad():
+            return False
+        if any(p.has_edit or p.touched for p in self.params.values()) or self.hook is not None:
+            raise Unspecified
+        return True
 
     # -- master gradients ----------------------------------------------------------------------------------------------
 
@@ -1299,8 +1312,16 @@ class SummingOracle(Oracle):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
             raise Unspecified
-        self.pending, self.heard = None, {}
         super().zero_grad()
+        self.pending, self.heard = None, {}
+
+    def _gives_up(self) -> bool:
+        """Sums are checked by a clip alone, as a further batch may come to them."""
+        if not isinstance(self.stage, Checked) or self.driven_by or not found_inf(list(self._trues().values())):
+            return False
+        if self.stage.closed or self.pending is not None:
+            raise Unspecified
+        return False
 
     def copy(self) -> None:
         self.pending, self.heard = None, {}

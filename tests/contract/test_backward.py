@@ -441,14 +441,11 @@ LOOKS: dict[str, Callable[[World], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["masters", "no masters", "sparse"])
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_fp32_sums_begin_at_zero_whatever_their_memory_held(kind: str) -> None:
     """With deterministic algorithms torch fills new memory with nan."""
     weight = nn.Parameter(torch.zeros(3, 2, dtype=torch.float16))
-    masters = "none" if kind == "no masters" else "full"
-    opt = MixedPrecisionOptimizer(
-        SGD([weight], lr=1.0), loss_scale=4.0, grad_accumulation="fp32", master_weights=masters
-    )
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=1.0), loss_scale=4.0, grad_accumulation="fp32")
     rows = torch.tensor([0, 1, 2])
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -472,6 +469,8 @@ def test_an_abandoned_batch_leaves_nothing(mode: Mode, scale: str, look: str, cl
     LOOKS[look](world)
     if clear == "opt":
         world.opt.zero_grad()
+        if look == "clip" or (look != "nothing" and not mode.folds):
+            world.reference.give_up()
     else:
         world.model_zero_grad()
     grads = instead(GRADS, 0, None)

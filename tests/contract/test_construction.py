@@ -13,6 +13,7 @@ import torch
 from engine.checks import assert_same_bits, linear_loss
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.utils._pytree import tree_map_only
 
 from contract.worlds import HALF, NAMES, SCALES, SINGLE, Mode, World, every_mode, every_scale, values
 from fp16opt import MixedPrecisionOptimizer
@@ -60,11 +61,17 @@ def _transposed(dtype: torch.dtype) -> Pair:
     return nn.Parameter(square), nn.Parameter(square.t())
 
 
+def _columns(dtype: torch.dtype) -> Pair:
+    matrix = torch.ones(4, 6, dtype=dtype)
+    return nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[:, 2:])
+
+
 OVERLAPS: dict[str, Callable[[torch.dtype], Pair]] = {
     "data": _same_data,
     "slices": _slices,
     "inside": _inside,
     "transposed": _transposed,
+    "columns of one matrix": _columns,
 }
 
 
@@ -175,15 +182,6 @@ def test_the_flattened_weights_of_an_lstm_train_as_those_of_their_own() -> None:
             opt.step()
     for p, q in zip(*(m.parameters() for m in models), strict=True):
         assert_same_bits(p, q)
-
-
-def test_columns_of_one_matrix_share_no_byte_and_are_fine() -> None:
-    matrix = torch.ones(4, 6, dtype=HALF)
-    params = [nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[:, 2:])]
-    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5), loss_scale=64.0)
-    opt.backward(linear_loss(params, [1.0, 0.5]))
-    opt.step()
-    assert matrix.tolist() == [[0.5, 0.5, 0.75, 0.75, 0.75, 0.75]] * 4
 
 
 @every_mode
@@ -364,3 +362,40 @@ def test_without_masters_fp32_gradients_are_stepped(scale: float, dtype: torch.d
         assert float(opt.clip_master_grads(1e6)) == pytest.approx(1.0, rel=1e-6)
     opt.step()
     assert weight.tolist() == [0.75] * 4
+
+
+class Subclass(torch.Tensor):
+    """A weight with operations of its own, as torchao's float8 ones: the numbers lie in a tensor inside."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Subclass:
+        made: Subclass = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = tree_map_only(Subclass, lambda one: one.inner, (args, kwargs or {}))
+        result = func(*found[0], **found[1])
+        return Subclass(result) if func is torch.ops.aten.detach.default else result
+
+
+def test_trained_tensor_subclasses_are_refused_by_name_and_frozen_ones_stay() -> None:
+    def make(trains: bool) -> Any:
+        return nn.Parameter(Subclass(torch.ones(4, dtype=torch.bfloat16)), requires_grad=trains)
+
+    plain, refusal = nn.Parameter(torch.ones(4, dtype=HALF)), r"first\.weight.*Subclass.*operations of its own"
+    with pytest.raises(ValueError, match=refusal):
+        _wrap([make(True), plain])
+    frozen = make(False)
+    opt = _wrap([frozen, plain])
+    with pytest.raises(ValueError, match=r"group 1, param 0.*Subclass"):
+        opt.add_param_group({"params": [make(True)]})
+    opt.backward(linear_loss([plain], [1.0]))
+    opt.step()
+    assert plain.tolist() == [0.5] * 4
+    frozen.requires_grad_(True)
+    with pytest.raises(ValueError, match=refusal):
+        opt.step()

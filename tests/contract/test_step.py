@@ -542,26 +542,3 @@ def test_every_mode_is_what_its_name_says() -> None:
         assert world.opt.grad_accumulation == ("fp32" if mode.folds else "model")
         assert world.opt.master_weights == ("full" if mode.has_masters else "split")
         assert (torch.float32 in [p.dtype for p in world.params]) == mode.is_mixed
-
-
-@pytest.mark.parametrize("words", ["autograd's", "its own"])
-def test_an_optimizer_of_second_order_is_told_that_masters_have_no_graph(words: str) -> None:
-    class Hessian(torch.optim.SGD):
-        """As AdaHessian: the Hessian's diagonal by a second backward."""
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            params = self.param_groups[0]["params"]
-            grads = [p.grad for p in params]
-            if words == "its own" and grads[0].grad_fn is None:
-                raise RuntimeError("Gradient tensor 0 does not have grad_fn. Set create_graph to True.")
-            torch.autograd.grad(grads, params, grad_outputs=[torch.ones_like(g) for g in grads])
-            super().step()
-
-    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
-    opt = MixedPrecisionOptimizer(Hessian([weight], lr=0.5), loss_scale=8.0)
-    opt.backward(weight.float().pow(3).sum(), create_graph=True)
-    with pytest.raises(
-        RuntimeError, match=r"Hessian.step\(\) differentiates its gradients.*grad_fn.*Use Hessian unwrapped"
-    ):
-        opt.step()
-    assert weight.tolist() == [1.0] * 3

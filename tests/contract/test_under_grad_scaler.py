@@ -189,7 +189,7 @@ def test_torchs_calls_step_on_a_skip_too(unscales: bool, bad: bool) -> None:
     assert bool(world.opt.step_was_skipped) == bad
 
 
-@pytest.mark.parametrize("found", [0.0, 1.0])
+@pytest.mark.parametrize("found", [0.0, 1.0, 2.0])
 def test_a_verdict_from_outside_is_obeyed(found: float) -> None:
     """Another rank, or another device, may have overflowed. Without ``grad_scale`` gradients are true already."""
     world = World(WRAPPED, "one")

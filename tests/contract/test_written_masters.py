@@ -334,3 +334,15 @@ def test_a_written_master_reaches_the_model_with_the_next_call(mode: Mode, call:
     CALLS[call](world)
     assert world.params[0].tolist() == [2.0] * 4
     assert_model_is_rounded_masters(world.opt)
+
+
+@WRITABLE
+@pytest.mark.parametrize("call", CALLS)
+def test_a_written_master_reaches_a_parameter_that_leaves_the_group(mode: Mode, call: str) -> None:
+    world = _world(mode)
+    world.opt.zero_grad()
+    _write_master(world.opt, 0, 2.0)
+    del world.opt.param_groups[0]["params"][0]
+    CALLS[call](world)
+    assert world.params[0].tolist() == [2.0] * 4
+    assert_model_is_rounded_masters(world.opt)

@@ -114,25 +114,6 @@ def test_drifting_split_masters_are_named(two: World) -> None:
     two.run(drift)
 
 
-def without_masters(rank: int, size: int) -> None:
-    """Sums that are kept in 16 bits are averaged too; the weights follow those with masters to a few roundings."""
-    ends = []
-    for masters in ("full", "none"):
-        net = Net()
-        model, opt = DDP(net), wrap(net, SGD, master_weights=masters, grad_accumulation="fp32")
-        distributed.attach(opt, model, verify_ranks_every=1)
-        train(model, opt, rank, {(2, 1)}, micro=3)
-        assert_alike(values(net, opt))
-        ends.append([p.detach().float() for p in net.parameters()])
-    for a, b in zip(*ends, strict=True):
-        # Five steps of at most 1e-2, each rounded to FP16 (weights below 1: half an ulp is 2**-12).
-        torch.testing.assert_close(a, b, rtol=0.0, atol=5 * 2.0**-12)
-
-
-def test_sums_without_masters_are_averaged(two: World) -> None:
-    two.run(without_masters)
-
-
 def under_sharding(rank: int, size: int) -> None:
     """ "auto" steps as without; what can't be served is refused, and the optimizer is left as it was."""
     made = []

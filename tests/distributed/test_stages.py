@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import pickle
 from typing import Any
@@ -461,27 +460,17 @@ def test_a_checkpoint_with_a_stage_that_has_no_state(two: World, tmp_path: Any) 
 
 
 def copied(rank: int, size: int) -> None:
-    """A copy raises in place of deciding alone, until it is attached too, or told to step by itself."""
+    """A copy would decide alone. Where it is attached to no pipeline any more it is one as ever."""
     net, opt = attached(rank)
-    for copy_of in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
-        other, its = copy_of((net, opt))
-        give_ones(other, its, bad=rank == 1)
-        for call in (its.step, functools.partial(its.clip_master_grads, 1.0)):
-            assert "a copy of one that shared its verdict with the stages" in raised(RuntimeError, call)
-        its.zero_grad()  # a refused step has checked its gradients, and waits for another try
-        its.add_param_group({"params": [nn.Parameter(torch.ones(2).half())]})
-        give_ones(other, its, bad=rank == 1)
-        assert "a copy of one that shared its verdict with the stages" in raised(RuntimeError, its.step)
-        other, its = copy_of((net, opt))
-        distributed.attach(its, other, process_group=dist.group.WORLD)
-        give_ones(other, its, bad=rank == 1)
-        its.step()
-        assert its.step_was_skipped
-        other, its = copy_of((net, opt))
-        distributed.attach(its, None)
-        give_ones(other, its, bad=rank == 1)
-        its.step()
-        assert its.step_was_skipped == (rank == 1)
+    for copy_of in (copy.deepcopy, pickle.dumps):
+        assert "a copy or pickle of an optimizer that shares its verdict" in raised(
+            RuntimeError, lambda make=copy_of: make(opt)
+        )
+    distributed.attach(opt, None)
+    other, its = copy.deepcopy((net, opt))
+    give_ones(other, its, bad=rank == 1)
+    its.step()
+    assert its.step_was_skipped == (rank == 1)
 
 
 def test_copies_of_an_attached_optimizer(two: World) -> None:

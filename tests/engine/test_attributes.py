@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from engine.checks import by_step, linear_loss
 from fp16opt import MixedPrecisionOptimizer
@@ -97,6 +98,80 @@ def test_parameters_and_copies_are_found_in_containers_and_optimizers_inside() -
     assert around.inner.marked == [master]
     assert list(around.start) == [master]
     assert opt.param_groups[0]["anchors"][0].dtype == torch.float32
+
+
+class Block:
+    def __init__(self, param: Any) -> None:
+        self.param = param
+        self.start = param.detach().clone()
+
+
+class Blocks(SGD):
+    """Steps by objects of its own, which an object holds; and knows the model, which keeps its parameters."""
+
+    def __init__(self, model: nn.Module, lr: float = LR) -> None:
+        super().__init__(model.parameters(), lr=lr)
+        self.model = model
+        self.table = Block(self.param_groups[0]["params"][0])
+        self.table.blocks = [Block(p) for p in model.parameters()]  # type: ignore[attr-defined]
+        self.table.itself = self.table  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for block in self.table.blocks:  # type: ignore[attr-defined]
+            block.param.add_(block.param.grad, alpha=-self.param_groups[0]["lr"])
+
+
+@by_step
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_parameters_in_objects_give_place_to_masters(dtype: torch.dtype) -> None:
+    model = nn.Linear(3, 2).to(dtype)
+    nn.init.ones_(model.weight)
+    opt = MixedPrecisionOptimizer(Blocks(model), loss_scale=64.0)
+    mine = list(model.parameters())
+    _train(opt, mine)
+    first = next(opt.master_params())
+    assert torch.equal(first, torch.full((2, 3), 1.0 - 10 * LR))
+    table = opt.optimizer.table  # type: ignore[attr-defined]
+    assert table.blocks[0].param is first
+    assert table.start.dtype == torch.float32
+    assert opt.optimizer.model.weight is mine[0]  # type: ignore[attr-defined]
+    opt.optimizer.scheduler = LambdaLR(opt, lambda _: 1.0)  # type: ignore[attr-defined]  # leads to the wrapper
+    opt.add_param_group({"params": [_ones(dtype)]})
+    assert next(opt.model_params()) is mine[0]
+
+
+class Multiplied(SGD):
+    """Reads an attribute of each parameter, and counts in one that its constructor has made."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for p in self.param_groups[0]["params"]:
+            p.times = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.times += 1
+            p.add_(p.grad, alpha=-self.param_groups[0]["lr"] * getattr(p, "lr_mul", 1.0))
+
+
+@by_step
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_attributes_set_later_reach_the_master(dtype: torch.dtype) -> None:
+    weight = _ones(dtype)
+    opt = MixedPrecisionOptimizer(Multiplied([weight], lr=0.125), loss_scale=64.0)
+    left = []
+    for step in range(4):
+        if step in (1, 2):
+            weight.lr_mul = 2.0 if step == 1 else 0.0
+        if step == 3:
+            del weight.lr_mul
+        _train(opt, [weight], steps=1)
+        left.append(weight[0].item())
+    assert left == [0.875, 0.625, 0.625, 0.5]
+    (master,) = opt.master_params()
+    assert master.times == 4  # type: ignore[attr-defined]
 
 
 def test_fp32_parameters_and_halves_without_masters_leave_attributes_alone() -> None:

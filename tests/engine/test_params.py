@@ -263,3 +263,15 @@ def test_loading_follows_the_checkpoints_masters() -> None:
         assert torch.equal(a, b)
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
     assert_same(loaded.state_dict(), saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_model_converted_after_wrapping_is_refused_by_name_at_every_call(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(8, 8, bias=False).half()
+    opt = MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.5), named_parameters=model.named_parameters())
+    model.to(dtype)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="'weight'"):
+            opt.state_dict()
+    model.half()
+    opt.state_dict()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, AdamW
 
+import fp16opt
 from engine.checks import (
     Problem,
     assert_same,
@@ -90,6 +93,11 @@ DAMAGES: list[tuple[str, Callable[[Any], None], str]] = [
     ("group_params_missing", _remove("optimizer", "param_groups", 0, "params"), r"params"),
     ("group_params_fewer", _remove("optimizer", "param_groups", 0, "params", 0), r"(?i)group|param"),
     ("state_shape", _put(torch.zeros(7), "optimizer", "state", 0, "exp_avg"), r"(?s)exp_avg.*7|7.*exp_avg"),
+    (
+        "state_sparse",
+        _put(torch.zeros(5).to_sparse(), "optimizer", "state", 0, "exp_avg"),
+        r"exp_avg must be a dense tensor",
+    ),
     ("state_not_a_dict", _put(4, "optimizer", "state", 0), r"state"),
     ("scaler_not_a_dict", _put(8.0, "scaler"), r"scaler"),
     ("scaler_static", _put({"type": "static", "scale": 8.0}, "scaler"), r"(?i)static"),
@@ -256,3 +264,63 @@ def test_random_damage_either_loads_or_is_refused_whole(data: st.DataObject) -> 
     assert_same(opt.state_dict(), good, "after a good load")
     train(opt, params, problem)
     assert not bool(opt.step_was_skipped)
+
+
+@pytest.mark.parametrize(
+    "modes", [{}, {"optimizer_state": "8bit"}, {"master_weights": "split"}], ids=["full", "8bit", "split"]
+)
+def test_exception_at_any_line_of_a_load_leaves_all_of_it_or_nothing(modes: dict[str, str]) -> None:
+    def made(seed: int, steps: int) -> tuple[list[torch.nn.Parameter], MixedPrecisionOptimizer]:
+        params = parameters([(64, 64), (3,)], KINDS[:1] * 2, seed=seed)
+        opt = MixedPrecisionOptimizer(AdamW(params, lr=0.1), scaler=DynamicLossScaler(64.0), **modes)
+        for _ in range(steps):
+            train(opt, params, Problem(params))
+        return params, opt
+
+    def content(params: list[torch.nn.Parameter], opt: MixedPrecisionOptimizer) -> Any:
+        return flatten(copy.deepcopy({"model": [p.detach() for p in params], **opt.state_dict(compact=True)}))
+
+    def now_masters() -> list[torch.Tensor]:
+        return [master.detach().clone() for master in opt.master_params()]
+
+    saved = copy.deepcopy(made(3, 4)[1].state_dict())
+    params, opt = made(0, 2)
+    start, before = copy.deepcopy(opt.state_dict()), content(params, opt)
+    opt.load_state_dict(saved)
+    after, new_masters = content(params, opt), now_masters()
+    opt.load_state_dict(start)
+    assert_same(content(params, opt), before)
+    package = str(Path(fp16opt.__file__).parent)
+    stop_at, lines = 0, 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(package):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == stop_at:
+                raise KeyboardInterrupt
+        return trace
+
+    def load() -> None:
+        nonlocal lines
+        lines = 0
+        earlier = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            opt.load_state_dict(saved)
+        finally:
+            sys.settrace(earlier)
+            torch.set_grad_enabled(True)  # a cut at the end of a ``with`` is one before its exit
+
+    load()
+    opt.load_state_dict(start)
+    for stop_at in range(1, lines, 1 + lines // 60):
+        try:
+            load()
+        except KeyboardInterrupt:
+            now = content(params, opt)
+            is_new = all(torch.equal(p, q) for p, q in zip(now_masters(), new_masters, strict=True))
+            assert_same(now, after if is_new else before, f"cut at line {stop_at}")
+        opt.load_state_dict(start)

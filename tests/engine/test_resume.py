@@ -341,3 +341,83 @@ def test_a_good_checkpoint_loads_whatever_was_loaded_before() -> None:
             opt.load_state_dict(other)
         opt.load_state_dict(good)
     assert opt.param_groups[0]["foreach"] is None
+
+
+class _Averaged(torch.optim.Optimizer):
+    """Momentum of the parameters' dtype, or in bfloat16 by choice: torch's load casts it, and it says so again."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, narrow: bool = False, says_so: bool = False) -> None:
+        self.narrow, self.says_so = narrow, says_so
+        super().__init__(params, {"lr": lr})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for kept in self.state.values() if self.says_so else ():
+            kept["m"] = kept["m"].bfloat16()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            dtype = torch.bfloat16 if self.narrow else p.dtype
+            m = self.state[p].setdefault("m", torch.zeros_like(p, dtype=dtype))
+            p.add_(m.lerp_(p.grad.to(dtype), 0.1).to(p.dtype), alpha=-self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("masters", ["full", "none"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(_Averaged, id="as_parameter"),
+        pytest.param(lambda params: _Averaged(params, narrow=True), id="narrow"),
+        pytest.param(lambda params: _Averaged(params, narrow=True, says_so=True), id="narrow_by_setstate"),
+        pytest.param(torch.optim.Adagrad, id="Adagrad"),
+        pytest.param(torch.optim.Adam, id="Adam"),
+    ],
+)
+@pytest.mark.parametrize("plain", [False, True], ids=["ours", "plain"])
+def test_state_keeps_its_dtype_over_a_resume(make: Any, masters: str, plain: bool) -> None:
+    def made() -> tuple[torch.nn.Parameter, MixedPrecisionOptimizer]:
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 64).bfloat16())
+        return weight, MixedPrecisionOptimizer(make([weight]), loss_scale=64.0, master_weights=masters)
+
+    def train(weight: torch.nn.Parameter, opt: MixedPrecisionOptimizer) -> None:
+        for _ in range(3):
+            opt.zero_grad()
+            opt.backward((weight.float() - 0.3).square().sum())
+            opt.step()
+
+    def dtypes(opt: MixedPrecisionOptimizer) -> Any:
+        return {key: value.dtype for key, value in opt.state_dict()["optimizer"]["state"][0].items()}
+
+    weight, opt = made()
+    train(weight, opt)
+    other, resumed = made()
+    other.data.copy_(weight.data)
+    if plain:  # of 16-bit training where there are no masters, else of FP32 training
+        resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+        state = opt.optimizer.state_dict()
+        unsaid = make([torch.nn.Parameter(torch.ones(1))])
+        if isinstance(unsaid, _Averaged) and unsaid.narrow and not unsaid.says_so:
+            pytest.skip("the class forgets its choice in plain torch too")
+        if isinstance(unsaid, torch.optim.Adagrad) and masters == "none":
+            pytest.skip("FP32 sums are the wrapper's, and plain files don't say so")
+        resumed.load_state_dict(state)
+    else:
+        resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert dtypes(resumed) == dtypes(opt)
+    train(weight, opt)
+    train(other, resumed)
+    assert torch.equal(weight, other)
+
+
+def test_state_of_a_parameter_put_in_anothers_place_keeps_its_dtype_without_masters() -> None:
+    weight, other = (torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16)) for _ in range(2))
+    opt = MixedPrecisionOptimizer(_Averaged([weight]), master_weights="none")
+    opt.backward(weight.float().sum())
+    opt.step()
+    opt.optimizer.state[other] = {"m": opt.state[weight]["m"]}
+    opt.optimizer.param_groups[0]["params"][0] = other
+    opt.zero_grad()
+    opt.backward(other.float().sum())
+    opt.step()
+    assert opt.state[other]["m"].dtype == torch.bfloat16

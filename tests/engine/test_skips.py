@@ -333,3 +333,26 @@ def test_a_skipped_step_is_no_step_in_a_checkpoint() -> None:
         one_step(opt, [p], [grad])
     saved = opt.state_dict()
     assert (saved["steps"], saved["skipped_steps"]) == (2, 1)
+
+
+@pytest.mark.parametrize(("loss", "said"), [(float("nan"), "its loss was not finite"), (1.0, "its loss was finite")])
+@pytest.mark.parametrize("given_up", [False, True], ids=["stepped", "given up"])
+def test_a_scale_that_falls_below_one_is_told_once(
+    loss: float, said: str, given_up: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="fp16opt")
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=1.0), scaler=DynamicLossScaler(init_scale=2.0))
+    opt.backward(weight.float().sum())
+    opt.step()
+    weight.register_hook(lambda grad: grad * float("inf"))
+    for _ in range(12):
+        opt.zero_grad()
+        opt.backward(weight.float().sum() * loss)
+        if given_up:
+            opt.clip_master_grads(1.0)
+        else:
+            opt.step()
+    lines = [r.getMessage() for r in caplog.records if "fallen below 1, to 0.5" in r.getMessage()]
+    assert len(lines) == 1
+    assert said in lines[0]

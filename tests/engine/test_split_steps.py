@@ -132,14 +132,28 @@ class OneStepSize(SGD):
         return super().step(closure)
 
 
+def patched(params: list[nn.Parameter]) -> SGD:
+    inner = SGD(params, lr=0.1)
+    inner.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+    return inner
+
+
 @pytest.mark.parametrize(
     ("make", "kwargs", "match"),
     [
-        (lambda p: torch.optim.LBFGS(p), {}, r'closure="reevaluate" does not go with master_weights="split"'),
-        (lambda p: SGD(p, lr=0.1), {"closure": "reevaluate"}, r'closure="reevaluate" does not go with .*"full"'),
+        (lambda p: torch.optim.LBFGS(p), {}, r"LBFGS is not exactly SGD, .*a registered class. Use .*\"full\""),
+        (
+            lambda p: SGD(p, lr=0.1),
+            {"closure": "reevaluate"},
+            r'with closure="reevaluate" .* itself. Use .*"full"',
+        ),
         (lambda p: OneStepSize(p, lr=0.1), {}, r"OneStepSize is not exactly SGD, .*a registered class. Use .*\"full\""),
         (lambda p: SGD(p, lr=0.1), {"fused_step": False}, r'the one-pass step, .*: fused_step=False. Use .*"full"'),
         (lambda p: SGD(p, lr=0.1, differentiable=True), {}, "group 0 has differentiable=True"),
+        (lambda p: SGD(p, lr=torch.tensor(0.1, requires_grad=True)), {}, "an lr that is .* requires grad"),
+        (lambda p: SGD([*p, ones(2, torch.float64)]), {}, "parameter 'group 0, param 1' is float64"),
+        (lambda p: SGD([*p, nn.Parameter(torch.ones(4, 4).half()[:, :2])]), {}, "param 1' is not dense"),
+        (patched, {}, "the step of this SGD was replaced"),
         (lambda p: SGD(p, lr=0.1), {"on_model_write": "ignore"}, r'on_model_write="ignore" does not go with'),
         (lambda p: SGD(p, lr=0.1), {"master_weights": "half"}, r"master_weights.*'half'"),
     ],
@@ -164,9 +178,7 @@ def test_tensor_subclasses_are_refused_by_name() -> None:
     odd = torch.Tensor._make_wrapper_subclass(Wrapped, (3,), dtype=torch.float16, requires_grad=True)
     inner = SGD([ones(2)], lr=0.1)
     inner.param_groups[0]["params"].append(odd)
-    with pytest.raises(
-        ValueError, match=r'group 0, param 1.*: master_weights="split" takes plain tensors and DTensors, got Wrapped'
-    ):
+    with pytest.raises(ValueError, match="parameter 'group 0, param 1' is a Wrapped"):
         wrap(inner)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -130,3 +132,49 @@ def test_model_deepcopied_alone_does_not_disturb_the_original() -> None:
     _step(net, opt)
     assert_same_bits(net.first, array([0.5] * 4))
     assert_same_bits(other.first, array([1.0] * 4))
+
+
+class Rebinding(SGD):
+    """Gives parameters other memory in its step, as SAM does on its way back; evaluates the closure if there is one."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masters"),
+    [
+        (torch.float16, "full"),
+        (torch.bfloat16, "none"),
+        (torch.float32, "full"),
+        (torch.float64, "full"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("closure", ["once", "reevaluate"])
+def test_memory_that_a_step_gives_parameters_reaches_the_weights(
+    dtype: torch.dtype, masters: Any, closure: Any
+) -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    at = weight.data_ptr()
+    opt = MixedPrecisionOptimizer(Rebinding([weight], lr=0.25), loss_scale=4.0, master_weights=masters, closure=closure)
+
+    def evaluate() -> torch.Tensor:
+        opt.zero_grad()
+        loss = linear_loss([weight], [1.0])
+        opt.backward(loss)
+        return loss
+
+    for left in (0.75, 0.5):
+        if closure == "once":
+            evaluate()
+            opt.step()
+        else:
+            opt.step(evaluate)
+        assert weight.tolist() == [left] * 4
+        assert next(opt.master_params()).tolist() == [left] * 4
+    assert weight.data_ptr() == at

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp16opt import MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer, StaticLossScaler
 
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -63,18 +63,23 @@ def test_a_gradient_that_does_not_fit_after_unscaling_is_an_overflow() -> None:
     assert optimizer.step_was_skipped
 
 
-def test_clip_and_two_scalers() -> None:
-    from fp16opt import StaticLossScaler
-
-    half, full, optimizer = wrapped(torch.float16, loss_scale=8.0)
+def test_sums_are_refused() -> None:
+    """There is no FP32 memory for them: asked for, or by a second scale in one step."""
+    with pytest.raises(ValueError, match=r'grad_accumulation="fp32" does not go with master_weights="none"'):
+        wrapped(torch.float16, grad_accumulation="fp32")
+    half, _, optimizer = wrapped(torch.float16, loss_scale=8.0)
     optimizer.backward((half.float() * 3.0).sum())
-    optimizer.backward((half.float() * 1.0).sum() + (full * 0.0).sum(), scaler=StaticLossScaler(64.0))
-    master, _ = optimizer.master_params()
-    assert half.grad is not None
-    assert half.grad.untyped_storage().nbytes() == 0  # folded
-    assert master.grad.tolist() == [4.0] * 4
+    with pytest.raises(RuntimeError, match=r"a further loss scale in one step: .* has no FP32 masters"):
+        optimizer.backward(half.float().sum(), scaler=StaticLossScaler(64.0))
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
+def test_a_clip() -> None:
+    half, _, optimizer = wrapped(torch.float16, loss_scale=8.0)
+    optimizer.backward((half.float() * 4.0).sum())
     assert float(optimizer.clip_master_grads(4.0)) == 8.0
-    assert master.grad.tolist() == [2.0] * 4
+    assert next(optimizer.master_params()).grad.tolist() == [2.0] * 4
 
 
 def test_it_is_checked() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.checks import assert_same
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
@@ -204,19 +205,6 @@ def refused(path: Path, net: nn.Module, opt: MixedPrecisionOptimizer, match: str
         load_foreign(path, net, opt, kind)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert_same(opt.state_dict(), state)
-
-
-def assert_same(found: Any, wanted: Any) -> None:
-    """Equal in all that containers hold."""
-    assert type(found) is type(wanted)
-    if isinstance(wanted, Tensor):
-        assert torch.equal(found, wanted)
-    elif isinstance(wanted, (dict, list, tuple)):
-        assert len(found) == len(wanted)
-        for key in wanted if isinstance(wanted, dict) else range(len(wanted)):
-            assert_same(found[key], wanted[key])
-    else:
-        assert found == wanted
 
 
 # -- by position: apex, apex.amp, Megatron-LM, FairSeq

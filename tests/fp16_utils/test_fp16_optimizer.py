@@ -71,18 +71,6 @@ def test_same_bits_as_the_engine_and_as_stepping_by_hand(make: Any) -> None:
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
 
 
-def test_static_scale_without_clipping_is_stepping_by_hand_bit_for_bit() -> None:
-    net, other = network(), network()
-    optimizer = FP16_Optimizer(sgd(net.parameters()), static_loss_scale=128.0)
-    for step in range(8):
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(net, step))
-        optimizer.step()
-    for ours, theirs in zip(optimizer.master_params(), by_hand(other, sgd, range(8), 128.0), strict=True):
-        assert_same_bits(ours, theirs, "master")
-    assert optimizer.loss_scale == 128.0
-
-
 def test_master_gradients_are_written_when_backward_returns() -> None:
     """Read past whatever a master's ``.grad`` may do when it is asked for."""
     net = network()
@@ -153,30 +141,6 @@ def test_a_poisoned_step_is_left_out_and_nothing_else(at: int, place: str, poiso
     assert (scale, clean_scale) == (128.0, 256.0)
 
 
-def test_static_scale_skips_too() -> None:
-    """apex never looked under a static scale: one inf ruined the weights (its quirk 15)."""
-    weight = halves(1.0)
-    optimizer = FP16_Optimizer(SGD([weight], lr=1.0), static_loss_scale=8.0)
-    optimizer.backward(weight.float().sum() * float("inf"))
-    optimizer.step()
-    assert optimizer.overflow
-    assert weight.item() == 1.0
-
-
-def test_large_finite_gradients_are_no_overflow() -> None:
-    """apex judged by sum(): large finite FP16 gradients were a false alarm (quirk 41)."""
-    weight = nn.Parameter(torch.zeros(4, dtype=torch.float16))
-    optimizer = FP16_Optimizer(SGD([weight], lr=2.0**-15), static_loss_scale=1.0)
-    optimizer.backward((weight.float() * 60000.0).sum())
-    assert not optimizer.overflow
-    optimizer.step()
-    assert weight.tolist() == [-60000.0 * 2.0**-15] * 4
-    opposite = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    optimizer = FP16_Optimizer(SGD([opposite], lr=1.0))
-    optimizer.backward((opposite.float() * torch.tensor([float("inf"), -float("inf")])).sum())
-    assert optimizer.overflow
-
-
 @pytest.mark.parametrize("clear", ["optimizer", "optimizer-none", "model", "model-zeros"])
 def test_an_overflow_that_the_script_skips_by_itself_lowers_the_scale(clear: str) -> None:
     """`if optimizer.overflow: zero_grad(); continue` was a way to skip: the scale must go down all the same."""
@@ -195,14 +159,6 @@ def test_an_overflow_that_the_script_skips_by_itself_lowers_the_scale(clear: str
     optimizer.step()
     assert optimizer.skipped_steps == 3
     assert not optimizer.overflow
-
-
-def test_a_clean_step_that_is_never_taken_counts_nothing() -> None:
-    weight = halves(1.0)
-    optimizer = FP16_Optimizer(SGD([weight], lr=1.0), dynamic_loss_scale=True)
-    optimizer.backward(weight.float().sum() / 4)
-    optimizer.zero_grad()
-    assert (optimizer.skipped_steps, optimizer.loss_scale, optimizer.overflow) == (0, 65536.0, False)
 
 
 def test_clip_returns_minus_one_after_an_overflow_and_leaves_gradients() -> None:
@@ -253,51 +209,6 @@ def test_it_is_a_torch_optimizer_and_schedulers_take_it() -> None:
     assert inner.param_groups[0]["lr"] == 0.25
     assert optimizer.optimizer is inner
     assert copy.deepcopy(optimizer).loss_scale == 1.0
-
-
-def test_two_backwards_unscale_fp32_params_once() -> None:
-    """apex gave 2.5 where 4 is right (quirk 37)."""
-    own = nn.Parameter(torch.zeros(1))
-    optimizer = FP16_Optimizer(SGD([own], lr=1.0), static_loss_scale=4.0)
-    optimizer.zero_grad()
-    optimizer.backward(own.sum() * 2)
-    optimizer.backward(own.sum() * 2)
-    optimizer.step()
-    assert own.item() == -4.0
-
-
-def test_a_param_without_gradient_keeps_no_stale_master_gradient() -> None:
-    """apex applied the last one again (quirk 38)."""
-    used, sometimes = halves(0.0), halves(0.0)
-    optimizer = FP16_Optimizer(SGD([used, sometimes], lr=1.0))
-    optimizer.backward(used.float().sum() + sometimes.float().sum())
-    optimizer.step()
-    optimizer.zero_grad(set_grads_to_None=True)
-    optimizer.backward(used.float().sum())
-    optimizer.step()
-    assert (used.item(), sometimes.item()) == (-2.0, -1.0)
-
-
-def test_param_unfrozen_later_gets_a_master_and_true_gradients() -> None:
-    """apex stepped it in half on scaled gradients (quirk 12)."""
-    weight, frozen = halves(0.0), halves(0.0)
-    frozen.requires_grad_(False)
-    optimizer = FP16_Optimizer(SGD([weight, frozen], lr=1.0), static_loss_scale=128.0)
-    frozen.requires_grad_(True)
-    optimizer.backward(weight.float().sum() + frozen.float().sum())
-    optimizer.step()
-    assert frozen.item() == -1.0
-    assert all(m.dtype == torch.float32 for m in optimizer.master_params())
-
-
-def test_model_weights_loaded_later_are_not_undone() -> None:
-    """apex's next step wrote its masters over them (quirk 10)."""
-    model = nn.Linear(1, 1, bias=False).half()
-    optimizer = FP16_Optimizer(SGD(model.parameters(), lr=0.5))
-    model.load_state_dict({"weight": torch.full((1, 1), 8.0)})
-    optimizer.backward(model(torch.ones(1, 1).half()).float().sum())
-    optimizer.step()
-    assert model.weight.item() == 7.5
 
 
 def test_groups_of_halves_masters_and_floats() -> None:
@@ -369,28 +280,6 @@ def test_verbose_false_is_silent(caplog: pytest.LogCaptureFixture) -> None:
 # -- closures --------------------------------------------------------------------------------------------------------
 
 
-def test_closure_is_evaluated_again_while_it_overflows() -> None:
-    weight = halves(1.0)
-    optimizer = FP16_Optimizer(
-        SGD([weight], lr=0.5), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**18}
-    )
-    calls = []
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = weight.float().sum()
-        optimizer.backward(loss)
-        calls.append(optimizer.loss_scale)
-        return loss
-
-    loss = optimizer.step(closure)
-    assert calls == [2.0**18, 2.0**17, 2.0**16, 2.0**15]
-    assert loss.item() == 1.0
-    assert weight.item() == 0.5
-    assert optimizer.skipped_steps == 0
-    assert not optimizer.overflow
-
-
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_closure_that_always_overflows_ends(dynamic: bool) -> None:
     """apex evaluated it for ever (quirk 40)."""
@@ -411,21 +300,6 @@ def test_closure_that_always_overflows_ends(dynamic: bool) -> None:
     assert weight.item() == 1.0
     assert optimizer.overflow
     assert optimizer.skipped_steps == 1
-
-
-def test_lbfgs_sees_fresh_weights_in_each_evaluation() -> None:
-    weight = halves(3.0, -2.0)
-    optimizer = FP16_Optimizer(torch.optim.LBFGS([weight], lr=0.5, max_iter=6), static_loss_scale=16.0)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (weight.float() - 1).square().sum()
-        optimizer.backward(loss)
-        return loss
-
-    for _ in range(8):
-        optimizer.step(closure)
-    torch.testing.assert_close(weight.detach().float(), torch.ones(2), atol=2e-3, rtol=0)
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

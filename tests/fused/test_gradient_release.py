@@ -458,7 +458,7 @@ WHEN_WRAPPED: dict[str, tuple[dict[str, Any], str]] = {
     "sums": ({"grad_accumulation": "fp32"}, "gradient_release=True frees each gradient.*grad_accumulation='fp32'"),
     "dynamic": ({"dynamic": True}, r"gradient_release=True does not go with .* \(dynamic=True, .*Use loss_scale"),
     "scaler": ({"scaler": DynamicLossScaler()}, "gradient_release=True does not go with a dynamic loss scale"),
-    "closure": ({"closure": "reevaluate"}, 'does not go with closure="reevaluate".*Use closure="once"'),
+    "closure": ({"closure": "reevaluate"}, 'with closure="reevaluate" the wrapped optimizer steps itself'),
     "none": ({"master_weights": "none"}, "gradient_release=True needs the one-pass step.*: there are no FP32 masters"),
 }
 

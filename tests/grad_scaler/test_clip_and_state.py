@@ -204,34 +204,6 @@ def test_the_state_is_torchs_and_more() -> None:
     assert other.state_dict() == {**mine, "fp16opt": {**Ours("cpu", hysteresis=5).state_dict()["fp16opt"]}}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({}, RuntimeError, "empty"),
-        ({"scale": None}, KeyError, "scale"),
-        ({"scale": 0.0}, ValueError, "scale"),
-        ({"scale": math.nan}, ValueError, "scale"),
-        ({"growth_factor": 0.5}, ValueError, "growth_factor"),
-        ({"growth_interval": 0}, ValueError, "growth_interval"),
-        ({"_growth_tracker": -1}, ValueError, "growth_tracker"),
-        ({"fp16opt": {"hysteresis": 0}}, ValueError, "hysteresis"),
-    ],
-    ids=str,
-)
-def test_a_refused_state_changes_nothing(change: dict[str, Any], error: type, match: str) -> None:
-    scaler = _used()
-    before = scaler.state_dict()
-    state = {**before, **change} if change else {}
-    if change == {"scale": None}:
-        del state["scale"]
-    with pytest.raises(error, match=match):
-        scaler.load_state_dict(state)
-    assert scaler.state_dict() == before
-    with pytest.raises(TypeError, match="expected a dict"):
-        scaler.load_state_dict([1])
-    Ours("cpu", enabled=False).load_state_dict({})
-
-
 def test_torchs_scale_outside_the_bounds_is_moved_to_the_nearerone() -> None:
     scaler = Ours("cpu", max_scale=1024.0, init_scale=64.0)
     with pytest.warns(UserWarning, match="outside"):

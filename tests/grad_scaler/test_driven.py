@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer
 from grad_scaler.pairs import Ours, Theirs, assert_same_bits, linear_loss, values
 
 SCALE = 64.0
@@ -26,9 +23,6 @@ MODES = pytest.mark.parametrize(
     "options",
     [{}, {"fused_step": False}, {"grad_accumulation": "fp32"}, {"master_weights": "split"}],
     ids=["one pass", "wrapped", "sums", "split"],
-)
-HELD = pytest.mark.parametrize(  # split masters are read, not held
-    "options", [{}, {"fused_step": False}, {"grad_accumulation": "fp32"}], ids=["one pass", "wrapped", "sums"]
 )
 EVERY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -61,15 +55,6 @@ class Driven:
 
     def values(self) -> list[float]:
         return [p[0].item() for p in self.params]
-
-
-def as_fp32(play: Callable[[Driven], Any], dtypes: Any, cls: Any, options: Any) -> Driven:
-    """The wrapper's side of a play, whose weights are those of the same play on FP32 under torch; numbers are exact."""
-    plain, mine = Driven(WIDE, Theirs, None), Driven(dtypes, cls, options)
-    expected, found = play(plain), play(mine)
-    assert mine.values() == plain.values()
-    assert found == expected
-    return mine
 
 
 # -- whole loops, against the engine with unscaled gradients -----------------------------------------------------------
@@ -158,50 +143,6 @@ def test_loops_unscale_once_and_skip_the_right_step(
     _assert_same([*params, *opt.master_params()], _reference(7, max_norm, skip, fused=fused))
 
 
-@SCALERS
-def test_backwards_add_up_while_groups_are_read(cls: Any) -> None:
-    params = _model()
-    opt, scaler = MixedPrecisionOptimizer(AdamW(params, lr=0.125)), cls("cpu", init_scale=SCALE)
-    for step in range(3):
-        opt.zero_grad()
-        for _ in range(2):
-            scaler.scale(linear_loss(params, _coefficients(step)) / 2).backward()
-            assert opt.param_groups[0]["lr"] == 0.125
-        _step_alone(scaler, opt)
-    _assert_same([*params, *opt.master_params()], _reference(3))
-
-
-@SCALERS
-def test_scaler_and_engine_may_take_turns(cls: Any) -> None:
-    params = _model()
-    opt, scaler = MixedPrecisionOptimizer(AdamW(params, lr=0.125)), cls("cpu", init_scale=SCALE)
-    for step in range(4):
-        opt.zero_grad()
-        loss = linear_loss(params, _coefficients(step))
-        if step % 2:
-            opt.backward(loss)
-            opt.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.unscale_(opt)
-            opt.clip_master_grads(1e9)
-            _step_alone(scaler, opt)
-    _assert_same([*params, *opt.master_params()], _reference(4))
-
-
-@SCALERS
-def test_gradients_below_fp16_reach_the_masters(cls: Any) -> None:
-    """1e-9 is 0 in FP16; scaled by 2**16 it is not, and it is unscaled in FP32."""
-    param = torch.nn.Parameter(torch.ones(2).half())
-    opt, scaler = MixedPrecisionOptimizer(SGD([param], lr=2.0**20)), cls("cpu")
-    scaler.scale((param.float() * 2.0**-30).sum()).backward()
-    scaler.unscale_(opt)
-    (master,) = opt.master_params()
-    assert master.grad.tolist() == [2.0**-30] * 2
-    scaler.step(opt)
-    assert master.tolist() == [1.0 - 2.0**-10] * 2 == param.tolist()
-
-
 @pytest.mark.parametrize("dtypes", [HALVES, MIXED], ids=["halves", "mixed"])
 @MODES
 def test_our_unscale_makes_no_fp32_gradients(dtypes: Any, options: Any) -> None:
@@ -218,115 +159,7 @@ def test_our_unscale_makes_no_fp32_gradients(dtypes: Any, options: Any) -> None:
     assert side.values() == [0.875, 0.75]
 
 
-@pytest.mark.parametrize("found", [0.0, 1.0, 2.0])
-def test_found_inf_of_the_protocol_is_obeyed(found: float) -> None:
-    """Another rank, or another device, may have overflowed: what is found here is not all."""
-    params = _model()
-    opt = MixedPrecisionOptimizer(AdamW(params, lr=0.125))
-    linear_loss(params, _coefficients(0)).backward()
-    opt.grad_scale, opt.found_inf = None, torch.tensor(found)
-    opt.step()
-    del opt.grad_scale, opt.found_inf
-    assert opt.step_was_skipped is bool(found)
-    _assert_same([*params, *opt.master_params()], _reference(0 if found else 1))
-
-
 # -- clips and edits ---------------------------------------------------------------------------------------------------
-
-
-@SCALERS
-@pytest.mark.parametrize("dtypes", [HALVES, MIXED], ids=["halves", "mixed"])
-@MODES
-def test_a_clip_of_the_model_after_unscaling_raises_and_names_the_way_out(cls: Any, dtypes: Any, options: Any) -> None:
-    side = Driven(dtypes, cls, options)
-    side.backward(1.0, 2.0)
-    side.scaler.unscale_(side.opt)
-    if "grad_accumulation" in options:
-        with pytest.raises(RuntimeError, match=r"folded into FP32 sums.* the gradients of opt\.master_params\(\)"):
-            clip_grad_norm_(side.params, 1e-3)
-        return
-    clip_grad_norm_(side.params, 1e-3)
-    with pytest.raises(
-        RuntimeError,
-        match=r"Clip opt\.master_params\(\), after unscale_; .*opt\.zero_grad\(\).* fp16opt\.integrations",
-    ):
-        side.scaler.step(side.opt)
-    assert side.values() == [1.0, 1.0]
-    side.opt.zero_grad()
-    side.scaler.update()
-    side.backward(1.0, 2.0)
-    side.step()
-    assert side.values() == [0.875, 0.75]
-
-
-@SCALERS
-@DTYPES
-@HELD
-@pytest.mark.parametrize("how", ["written", "replaced", "dropped", "inf"])
-def test_an_edit_of_a_master_gradient_after_unscaling_counts(cls: Any, dtypes: Any, options: Any, how: str) -> None:
-    def play(side: Driven) -> None:
-        for _ in range(2):
-            side.backward(1.0, 2.0)
-            side.scaler.unscale_(side.opt)
-            first = side.masters[0]
-            assert first.grad is not None
-            if how == "written":
-                first.grad.mul_(0.5)
-            elif how == "dropped":
-                first.grad = None
-            else:
-                first.grad = torch.full((3,), 4.0)
-            side.step()
-            for param in side.params:
-                param.grad = None
-
-    def play_inf(side: Driven) -> None:
-        side.backward(1.0, 2.0)
-        side.scaler.unscale_(side.opt)
-        side.masters[0].grad = torch.full((3,), math.inf)
-        side.step()
-
-    if how == "inf":
-        side = Driven(dtypes, cls, options)
-        play_inf(side)
-        assert (side.values(), side.opt.skipped_steps) == ([1.0, 1.0], 1)
-    else:
-        as_fp32(play, dtypes, cls, options)
-
-
-@SCALERS
-@DTYPES
-@MODES
-@pytest.mark.parametrize("unscales", [False, True], ids=["before", "after"])
-def test_a_gradient_that_is_dropped_leaves_its_parameter_alone(
-    cls: Any, dtypes: Any, options: Any, unscales: bool
-) -> None:
-    """Before unscaling also one that is not finite: nothing is skipped then."""
-
-    def play(side: Driven) -> None:
-        side.backward(1.0 if unscales else math.inf, 2.0)
-        if unscales:
-            side.scaler.unscale_(side.opt)
-        side.params[0].grad = None
-        side.step()
-
-    sums = options.get("grad_accumulation") == "fp32" and unscales  # which hold the gradient already
-    if not sums:
-        assert as_fp32(play, dtypes, cls, options).opt.skipped_steps == 0
-
-
-@SCALERS
-@DTYPES
-@MODES
-def test_an_edit_of_the_model_s_gradients_before_unscaling_counts(cls: Any, dtypes: Any, options: Any) -> None:
-    def play(side: Driven) -> None:
-        side.backward(1.0, 2.0)
-        for param in side.params:
-            assert param.grad is not None
-            param.grad.mul_(0.5)
-        side.step()
-
-    as_fp32(play, dtypes, cls, options)
 
 
 @SCALERS
@@ -364,89 +197,6 @@ def test_ours_clips_the_wrapper_s_masters(dtypes: Any, norm_type: float) -> None
 
 
 # -- skips -------------------------------------------------------------------------------------------------------------
-
-
-@SCALERS
-@DTYPES
-@MODES
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("unscales", [True, False])
-def test_an_overflow_is_one_skip_whatever_is_asked_and_cleared(
-    cls: Any, dtypes: Any, options: Any, which: int, unscales: bool
-) -> None:
-    side = Driven(dtypes, cls, options)
-
-    def ask() -> None:
-        assert side.opt.param_groups[0]["lr"] == 0.125
-        assert side.opt.step_was_skipped is (side.opt.stats()["step_was_skipped"] == 1)
-
-    for k in range(4):
-        ask()
-        side.backward(*[math.inf if k % 2 and i == which else 1.0 for i in range(2)])
-        ask()
-        if unscales:
-            side.scaler.unscale_(side.opt)
-            ask()
-        side.step()
-        ask()
-        assert side.opt.skipped_steps == (k + 1) // 2
-        if k % 2 and which == 0 and options != {"grad_accumulation": "fp32"}:
-            assert [o.name for o in side.opt.overflow_report()] == ["group 0, param 0"]
-        for param in side.params if k < 2 else ():
-            param.grad = None
-        if k >= 2:
-            side.opt.zero_grad(set_to_none=k == 2)
-    assert side.values() == [1.0 - 0.125 - 0.125 * 1.5] * 2
-    assert side.scaler.get_scale() == SCALE / 4
-
-
-@SCALERS
-@DTYPES
-def test_gradients_that_were_unscaled_and_given_up_are_no_skip(cls: Any, dtypes: Any) -> None:
-    side = Driven(dtypes, cls, {})
-    side.backward(1.0, 2.0)
-    side.scaler.unscale_(side.opt)
-    side.opt.clip_master_grads(1.0)
-    side.opt.zero_grad()
-    side.scaler.update()
-    assert side.opt.skipped_steps == 0
-    side.backward(1.0, 2.0)
-    side.step()
-    assert side.values() == [0.875, 0.75]
-
-
-@SCALERS
-@DTYPES
-@MODES
-def test_a_parameter_without_a_gradient_is_not_stepped_with_an_old_one(cls: Any, dtypes: Any, options: Any) -> None:
-    def play(side: Driven) -> None:
-        side.backward(1.0, 2.0)
-        side.step()
-        for unscales in (False, True):
-            for param in side.params:
-                param.grad = None
-            side.backward(None, 2.0)
-            if unscales:
-                side.scaler.unscale_(side.opt)
-                assert [m.grad is None for m in side.masters] == [True, False]
-            side.step()
-
-    as_fp32(play, dtypes, cls, options)
-
-
-@SCALERS
-@MODES
-def test_fp32_sums_and_several_backwards(cls: Any, options: Any) -> None:
-    def play(side: Driven) -> None:
-        for k in range(3):
-            for _ in range(2):
-                side.backward(math.inf if k == 1 else 1.5, 0.5)
-            side.scaler.unscale_(side.opt)
-            side.step()
-            for param in side.params:
-                param.grad = None
-
-    as_fp32(play, MIXED, cls, options)
 
 
 def _logged(cls: Any, clips: bool, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
@@ -501,28 +251,6 @@ def test_schedulers_follow_and_are_not_warned_of(cls: Any, recwarn: pytest.Warni
 
 
 @SCALERS
-@pytest.mark.parametrize("scaling", [{"dynamic": True}, {"loss_scale": 128.0}, {"scaler": DynamicLossScaler()}])
-@pytest.mark.parametrize("unscales", [True, False])
-def test_a_wrapper_with_a_scale_of_its_own_refuses(cls: Any, scaling: dict[str, Any], unscales: bool) -> None:
-    side = Driven(MIXED, cls, scaling)
-    side.backward(1.0, 2.0)
-
-    def drive() -> None:
-        if unscales:
-            side.scaler.unscale_(side.opt)
-        side.scaler.step(side.opt)
-
-    both = r"opt\.backward\(loss\) and opt\.step\(\) without a GradScaler; or construct MixedPrecisionOptimizer without"
-    with pytest.raises(RuntimeError, match=both):
-        drive()
-    assert side.values() == [1.0, 1.0]
-    side.opt.zero_grad()
-    side.opt.backward(sum((p.float() * c).sum() for p, c in zip(side.params, (0.25, 0.125), strict=True)))
-    side.opt.step()
-    assert side.values() == [1.0 - 2.0**-5, 1.0 - 2.0**-6]
-
-
-@SCALERS
 @pytest.mark.parametrize("unscales", [True, False])
 def test_gradients_that_the_wrapper_scaled_are_refused(cls: Any, unscales: bool) -> None:
     side = Driven(MIXED, cls, {})
@@ -560,79 +288,6 @@ def test_released_gradients_are_refused(cls: Any) -> None:
 
 
 # -- parameters, state, copies -----------------------------------------------------------------------------------------
-
-
-@SCALERS
-@MODES
-@pytest.mark.parametrize("other", [torch.float16, torch.float32])
-def test_a_parameter_that_is_unfrozen_is_stepped_on_a_master(cls: Any, options: Any, other: torch.dtype) -> None:
-    def play(side: Driven) -> None:
-        side.params[0].requires_grad_(False)
-        if options.get("master_weights") != "split":
-            side.opt.zero_grad()
-        for k in range(4):
-            side.params[0].requires_grad_(k > 1)
-            side.backward(1.0 if k > 1 else None, 2.0)
-            if k % 2:
-                side.scaler.unscale_(side.opt)
-                clip_grad_norm_(side.masters, 100.0)
-            side.step()
-            side.opt.zero_grad()
-
-    mine = as_fp32(play, (torch.float16, other), cls, options)
-    assert [m.dtype for m in mine.masters] == [torch.float32] * 2
-
-
-@SCALERS
-def test_a_load_between_steps_and_a_copy_are_driven_on(cls: Any) -> None:
-    def play(side: Driven) -> None:
-        for k in range(4):
-            if k == 1:
-                side.opt.load_state_dict(copy.deepcopy(side.opt.state_dict()))
-            if k > 1:
-                pair = (side.params, side.opt)
-                side.params, side.opt = copy.deepcopy(pair) if k == 2 else pickle.loads(pickle.dumps(pair))
-            for param in side.params:
-                param.grad = None
-            side.backward(1.0, 2.0)
-            side.step()
-
-    as_fp32(play, MIXED, cls, {})
-
-
-@SCALERS
-@pytest.mark.parametrize("options", [{}, {"fused_step": False}], ids=["one pass", "wrapped"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["half", "wide"])
-@pytest.mark.parametrize("unscales", [True, False])
-def test_sparse_gradients(cls: Any, options: Any, dtype: torch.dtype, unscales: bool) -> None:
-    found = []
-    for wraps in (False, True):
-        table = torch.nn.Embedding(5, 2, sparse=True, dtype=dtype if wraps else torch.float32)
-        other = torch.nn.Parameter(torch.ones(3, dtype=torch.float16 if wraps else torch.float32))
-        torch.nn.init.ones_(table.weight)
-        opt: Any = SGD([other, table.weight], lr=0.125)
-        opt = MixedPrecisionOptimizer(opt, **options) if wraps else opt
-        scaler = (cls if wraps else Theirs)("cpu", init_scale=SCALE)
-        for rows, bad in (([1, 1, 2], 1.0), ([0, 4, 4], math.inf), ([3, 3, 3], 1.0)):
-            opt.zero_grad()
-            scaler.scale(table(torch.tensor(rows)).float().sum() * bad + other.float().sum()).backward()
-            if unscales:
-                scaler.unscale_(opt)
-            _step_alone(scaler, opt)
-        found.append([table.weight.float().tolist(), other.float().tolist()])
-    assert found[1] == found[0]
-    assert opt.skipped_steps == 1
-
-
-@SCALERS
-def test_without_masters_fp16_weights_are_stepped_as_the_user_asked(cls: Any) -> None:
-    side = Driven((torch.float16,) * 2, cls, {"master_weights": "none"})
-    side.backward(1.0, 2.0)
-    side.step()
-    side.opt.zero_grad()
-    side.backward(1.0, math.inf)
-    side.step()
-    assert (side.values(), side.opt.skipped_steps) == ([0.875, 0.75], 1)
 
 
 @pytest.mark.parametrize("clips", [False, True])

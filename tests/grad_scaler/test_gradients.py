@@ -57,19 +57,6 @@ def test_every_dtype_is_unscaled_and_checked(dtype: torch.dtype, bad: str | None
     assert scaler.get_scale() == (SCALE / 2 if bad else SCALE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_same_bits_as_torch_where_torch_can_unscale(dtype: torch.dtype) -> None:
-    grads = [values((70000,), 3, dtype), values((0,), 4, dtype), values((), 5, dtype)]
-    both = []
-    for cls in (Theirs, Ours):
-        params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
-        scaler, _ = _unscaled(params, [grad.clone() for grad in grads], cls)
-        scaler.update(3.0)
-        both.append([p.grad for p in params])
-    for theirs, ours in zip(*both, strict=True):
-        assert_same_bits(theirs, ours)
-
-
 MENDED_BY = r"^Attempting to unscale FP16 gradients\..*group 0, param 0\. Write optimizer = fp16opt\.Mixed"
 
 
@@ -176,17 +163,6 @@ def test_allow_16bit_weights_is_a_bool_and_travels_in_copies_and_not_in_checkpoi
         plain.step(optimizer)
 
 
-def test_a_wrapped_optimizer_is_not_warned_of() -> None:
-    params = parameters([(3,)], torch.float16)
-    optimizer, scaler = MixedPrecisionOptimizer(SGD(params, lr=0.5)), Ours("cpu", init_scale=SCALE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler.scale(params[0].sum()).backward()
-        before = params[0].tolist()
-        scaler.step(optimizer)
-    assert params[0].tolist() == (torch.tensor(before) - 0.5).half().tolist()
-
-
 def test_fp16_that_grows_too_large_in_unscaling_is_an_overflow() -> None:
     param = torch.nn.Parameter(torch.ones(2).half())
     param.grad = torch.tensor([1.0, 60000.0]).half()
@@ -230,53 +206,17 @@ def test_sparse_gradients(dtype: torch.dtype) -> None:
     assert param[1, 0] != 0
 
 
-def test_sparse_fp16_duplicates_are_summed_in_fp32() -> None:
-    """In FP16 40000 + 40000 is inf before it is unscaled; unscaled it is 78."""
+@pytest.mark.parametrize(("second", "skipped"), [(20000.0, False), (40000.0, True)])
+def test_sparse_fp16_duplicates_are_summed_in_fp32(second: float, skipped: bool) -> None:
+    """40000 + 20000 is no FP16 number when scaled; 40000 + 40000 is none after it either."""
     param = torch.nn.Parameter(torch.zeros(4, 2).half())
-    grad = _duplicated(torch.float16, [[40000.0, 1.0], [20000.0, 2048.0], [1.0, 1.0]])
+    grad = _duplicated(torch.float16, [[40000.0, 1.0], [second, 2048.0], [1.0, 1.0]])
     scaler, optimizer = _unscaled([param], [grad])
-    assert param.grad.is_coalesced()
-    assert torch.equal(param.grad.to_dense()[1], torch.tensor([60000.0 / SCALE, 2049.0 / SCALE]).half())
+    if not skipped:
+        assert param.grad.is_coalesced()
+        assert torch.equal(param.grad.to_dense()[1], torch.tensor([60000.0 / SCALE, 2049.0 / SCALE]).half())
     scaler.step(optimizer)
-    assert not scaler.step_was_skipped(optimizer)
-
-
-def test_sparse_fp16_overflow_in_the_sum_is_found() -> None:
-    param = torch.nn.Parameter(torch.zeros(4, 2).half())
-    grad = _duplicated(torch.float16, [[40000.0, 1.0], [40000.0, 1.0], [1.0, 1.0]])
-    scaler, optimizer = _unscaled([param], [grad])
-    scaler.step(optimizer)
-    assert scaler.step_was_skipped(optimizer)
-
-
-def test_embedding_with_sparse_gradients_trains_as_under_torch() -> None:
-    both = []
-    for cls in (Theirs, Ours):
-        table = torch.nn.Embedding(6, 2, sparse=True)
-        with torch.no_grad():
-            table.weight.copy_(values((6, 2), 7))
-        optimizer, scaler = torch.optim.SparseAdam(table.parameters(), lr=0.1), cls("cpu")
-        for rows in ([1, 1, 2], [0, 5, 5], [1, 1, 1]):
-            optimizer.zero_grad()
-            scaler.scale(table(torch.tensor(rows)).square().sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        both.append(table.weight)
-    assert_same_bits(*both)
-
-
-def test_complex_training_is_unscaled_training() -> None:
-    results = []
-    for scaled in (False, True):
-        param = torch.nn.Parameter(values((4,), 1, torch.complex64) + 1j * values((4,), 2))
-        optimizer, scaler = Adam([param], lr=0.25), Ours("cpu", enabled=scaled)
-        for _ in range(3):
-            optimizer.zero_grad()
-            scaler.scale((param * (2 - 3j)).abs().square().sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        results.append(param)
-    assert_same_bits(*results)
+    assert scaler.step_was_skipped(optimizer) is skipped
 
 
 def test_conjugated_gradients() -> None:
@@ -368,20 +308,6 @@ def test_gradients_are_let_go_after_the_step() -> None:
         assert grad() is None, f"the gradient outlives {ends_with} and zero_grad"
         if ends_with == "step":
             scaler.update()
-
-
-def test_gradients_that_are_cleared_between_unscaling_and_the_step_are_let_go() -> None:
-    param = torch.nn.Parameter(torch.zeros(2))
-    optimizer, scaler = SGD([param], lr=0.5), Ours("cpu")
-    scaler.scale(param.sum()).backward()
-    scaler.unscale_(optimizer)
-    grad = weakref.ref(param.grad)
-    optimizer.zero_grad()
-    scaler.clip_grad_norm_(optimizer, 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    gc.collect()
-    assert grad() is None
 
 
 def test_the_scaler_keeps_no_optimizer_alive() -> None:

@@ -43,6 +43,7 @@ MODES: dict[str, tuple[Callable[[list[Tensor]], Any], dict[str, Any]]] = {
         lambda params: AdamW(params, lr=0.0625, foreach=False),
         {"fused_step": False, "grad_accumulation": "fp32"},
     ),
+    "sgd, split": (lambda params: SGD(params, lr=0.125, momentum=0.5), {"master_weights": "split"}),
 }
 
 
@@ -53,11 +54,14 @@ class Side:
         starts = zip(STARTS, dtypes, strict=True)
         self.params = [torch.nn.Parameter(torch.full((3,), start, dtype=dtype)) for start, dtype in starts]
         self.opt = make(self.params)
-        self.masters: list[Tensor] = self.params
         if options is not None:
             self.opt = MixedPrecisionOptimizer(self.opt, **options)
-            self.masters = list(self.opt.master_params())
         self.scaler = cls("cpu", init_scale=2.0**6, growth_interval=3)
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """Asked for each time: split ones are made of what is there."""
+        return list(self.opt.master_params()) if isinstance(self.opt, MixedPrecisionOptimizer) else self.params
 
     def backward(self, coefficients: Any) -> None:
         """A loss that is not about a frozen parameter alone, and in which every number is exact."""

@@ -25,19 +25,34 @@ from grad_scaler.pairs import Ours, one
         ({"_growth_tracker": "a"}, TypeError, "^scaler state: growth_tracker must be an integer, got str"),
         ({"_growth_tracker": None}, TypeError, "^scaler state: growth_tracker must be an integer, got NoneType"),
         ({"growth_factor": 0.5}, ValueError, "^scaler state: growth_factor must be over 1"),
+        ({"scale": 0.0}, ValueError, "scale"),
+        ({"scale": math.nan}, ValueError, "scale"),
+        ({"growth_interval": 0}, ValueError, "growth_interval"),
+        ({"_growth_tracker": -1}, ValueError, "growth_tracker"),
+        ({"fp16opt": {"hysteresis": 0}}, ValueError, "hysteresis"),
     ],
 )
 @pytest.mark.parametrize("torchs", [True, False])
 def test_a_state_dict_that_does_not_fit_is_refused_in_words(
     change: dict[str, Any], error: type[Exception], message: str, torchs: bool
 ) -> None:
-    scaler = Ours("cpu", init_scale=8.0)
-    state = scaler.state_dict()
-    if torchs:
-        del state["fp16opt"]
+    scaler = Ours("cpu", init_scale=8.0, hysteresis=3)
+    before = scaler.state_dict()
+    state = {key: value for key, value in before.items() if key != "fp16opt" or not torchs}
     with pytest.raises(error, match=message):
         scaler.load_state_dict({**state, **change})
-    assert scaler.get_scale() == 8.0
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [({}, RuntimeError, "empty"), ({"growth_factor": 2.0}, KeyError, "scale"), ([1], TypeError, "expected a dict")],
+    ids=["empty", "no scale", "a list"],
+)
+def test_what_is_no_state_dict_is_refused(state: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Ours("cpu").load_state_dict(state)
+    Ours("cpu", enabled=False).load_state_dict({})
 
 
 def test_entries_of_ours_that_are_not_settings_are_ignored() -> None:

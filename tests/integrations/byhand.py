@@ -15,7 +15,7 @@ from contract import reference
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from fp16opt import kernels
+from fp16opt import DynamicLossScaler, kernels
 
 HALF, BF16 = torch.float16, torch.bfloat16
 STEPS = 24
@@ -159,3 +159,32 @@ def assert_same_weights(model: nn.Module, optimizer: Any, hand: ByHand, ulps: in
         off = ((got - want.detach()).abs().amax() / unit).item()
         assert off <= ulps, f"master {number} is {off:g} units in the last place off, at most {ulps} were expected"
         assert torch.equal(param.detach(), got.to(param.dtype)), f"model weight {number} is not its master, rounded"
+
+
+def scale_of(dtype: torch.dtype) -> reference.Scale:
+    """The rule of a scale that overflows at first where there is FP16, and of none elsewhere."""
+    return reference.Scale(OVERFLOWING, 5) if dtype == HALF else reference.Scale(1.0)
+
+
+def scaled(dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+    """The wrapper's options for :func:`scale_of`."""
+    return {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5), **options} if dtype == HALF else options
+
+
+def by_hand(dtype: torch.dtype, data: Sequence[Sequence[Tensor]], **told: Any) -> ByHand:
+    """The loop by hand over ``data``, with the scale of :func:`scale_of` unless another one is told."""
+    return ByHand(network(dtype), **{"scale": scale_of(dtype), **told}).train(data, dtype)
+
+
+def assert_same_run(losses: Sequence[float], model: nn.Module, optimizer: Any, hand: ByHand) -> None:
+    """Every loss, the weights and masters, the skips and the scale are those of the loop by hand."""
+    assert losses == hand.losses
+    assert_same_weights(model, optimizer, hand)
+    assert optimizer.skipped_steps == sum(hand.skipped)
+    assert optimizer.loss_scale == hand.scale.value
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with the pieces of all ranks. Collective."""
+    full = getattr(tensor.detach(), "full_tensor", None)
+    return tensor.detach() if full is None else full()

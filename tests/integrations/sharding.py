@@ -7,8 +7,6 @@ from typing import Any
 import accelerate.accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 
 class Sharded(AcceleratorState):
@@ -27,9 +25,3 @@ def as_on_accelerators() -> None:
     for state in (AcceleratorState, GradientState):
         state._reset_state()
     accelerate.accelerator.AcceleratorState = Sharded
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor with the pieces of all ranks. Collective."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

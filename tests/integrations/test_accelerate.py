@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from contract import reference
-from torch import Tensor, nn
+from engine.checks import assert_same
+from torch import nn
 
 pytest.importorskip("accelerate")
 
@@ -21,7 +22,6 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 import fp16opt.distributed
 from fp16opt import (
     AveragedMasters,
-    DynamicLossScaler,
     GradScaler,
     MixedPrecisionOptimizer,
     Monitor,
@@ -38,13 +38,15 @@ from integrations.byhand import (
     ONE_PASS,
     OVERFLOWING,
     STEPS,
-    ByHand,
     adamw,
+    assert_same_run,
     assert_same_weights,
     batches,
+    by_hand,
     halving,
     loss_of,
     network,
+    scaled,
 )
 
 DTYPES = {"fp16": HALF, "bf16": BF16}
@@ -62,12 +64,7 @@ def fresh() -> Iterator[None]:
 
 
 def masters(precision: str, **options: Any) -> dict[str, Any]:
-    scaler = {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5)} if precision == "fp16" else {}
-    return {"fused_step": False, **scaler, **options}
-
-
-def scale_of(precision: str) -> reference.Scale:
-    return reference.Scale(OVERFLOWING, 5) if precision == "fp16" else reference.Scale(1.0)
+    return scaled(DTYPES[precision], **{"fused_step": False, **options})
 
 
 class Loop:
@@ -127,13 +124,9 @@ def test_accelerates_loop_is_the_loop_by_hand(precision: str, run: str) -> None:
     micro, told = RUNS[run]
     data = batches(STEPS * micro)
     loop = Loop(precision, micro).train(data, **told)
-    hand = ByHand(
-        network(DTYPES[precision]), scale=scale_of(precision), micro=micro, schedule=halving, waits=True, **told
-    ).train(data, DTYPES[precision])
-    assert loop.losses == hand.losses
-    assert_same_weights(loop.net, loop.optimizer.optimizer, hand)
+    hand = by_hand(DTYPES[precision], data, micro=micro, schedule=halving, waits=True, **told)
+    assert_same_run(loop.losses, loop.net, loop.optimizer.optimizer, hand)
     assert loop.skipped == hand.skipped
-    assert loop.optimizer.optimizer.loss_scale == hand.scale.value
     assert loop.scheduler.get_last_lr() == hand.scheduler.get_last_lr()
     if precision == "fp16":
         assert 2 <= sum(hand.skipped) < STEPS / 2
@@ -145,11 +138,9 @@ def test_accelerates_loop_is_the_loop_by_hand(precision: str, run: str) -> None:
 def test_by_default_it_is_the_engines_own_step(precision: str) -> None:
     """One-pass steps, to the bit of those that are driven without Accelerate, and within their bounds of the loop."""
     data = batches(2 * STEPS)
-    options = {key: value for key, value in masters(precision).items() if key != "fused_step"}
-    loop = Loop(precision, 2, options, scheduled=False).train(data, clip=0.5)
+    loop = Loop(precision, 2, scaled(DTYPES[precision]), scheduled=False).train(data, clip=0.5)
     net = network(DTYPES[precision])
-    settings = {key: value for key, value in masters(precision).items() if key != "fused_step"}
-    opt = MixedPrecisionOptimizer(adamw(net.parameters()), **settings)
+    opt = MixedPrecisionOptimizer(adamw(net.parameters()), **scaled(DTYPES[precision]))
     for start in range(0, len(data), 2):
         opt.zero_grad()
         for batch in data[start : start + 2]:
@@ -159,8 +150,8 @@ def test_by_default_it_is_the_engines_own_step(precision: str) -> None:
     for mine, want in zip(loop.optimizer.optimizer.master_params(), opt.master_params(), strict=True):
         assert torch.equal(mine, want)
     assert loop.optimizer.optimizer.loss_scale == opt.loss_scale
-    hand = ByHand(network(DTYPES[precision]), scale=scale_of(precision), micro=2, clip=0.5)
-    assert_same_weights(loop.net, loop.optimizer.optimizer, hand.train(data, DTYPES[precision]), ONE_PASS)
+    hand = by_hand(DTYPES[precision], data, micro=2, clip=0.5)
+    assert_same_weights(loop.net, loop.optimizer.optimizer, hand, ONE_PASS)
 
 
 @every_dtype
@@ -178,22 +169,6 @@ def test_saved_in_the_middle_it_ends_in_the_same_bits(precision: str, fused: Any
     assert_same(one, other, "optimizer")
     assert_same(dict(rest.net.state_dict()), dict(whole.net.state_dict()), "model")
     assert rest.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
-
-
-def assert_same(one: Any, other: Any, where: str) -> None:
-    if isinstance(one, dict):
-        assert list(one) == list(other), where
-        for key in one:
-            assert_same(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for place, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_same(a, b, f"{where}[{place}]")
-    elif isinstance(one, Tensor):
-        assert one.dtype == other.dtype, where
-        assert torch.equal(one, other), where
-    else:
-        assert one == other, where
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------------
@@ -394,8 +369,7 @@ def test_our_scaler_in_accelerates_own_class() -> None:
         skipped.append(accelerator.optimizer_step_was_skipped)
         scheduler.step()
         optimizer.zero_grad()
-    hand = ByHand(network(HALF), scale=scale_of("fp16"), clip_value=0.125, schedule=halving, waits=True)
-    hand.train(data, HALF)
+    hand = by_hand(HALF, data, clip_value=0.125, schedule=halving, waits=True)
     assert losses == hand.losses
     assert_same_weights(net, opt, hand)
     assert skipped == hand.skipped

@@ -289,19 +289,6 @@ def test_the_trainers_class_and_arguments(clip: float | None, tmp_path: Path) ->
     assert_trained_alike(model.net, twin)
 
 
-def test_the_trainers_checkpoints_hold_masters(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    told = {"save_strategy": "steps", "save_steps": STEPS // 2}
-    runs = []
-    for folder, resume in (("whole", None), ("rest", tmp_path / "whole" / f"checkpoint-{STEPS // 2}")):
-        model = Regressor()
-        trainer = trainer_of(transformers.Trainer, model, tmp_path / folder, (fp16opt.optim.Lion, {"lr": 1e-3}), **told)
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-        runs.append((model.net, list(trainer.optimizer.optimizer.master_params())))
-    assert_trained_alike(runs[0][0], runs[1][0])
-    assert all(torch.equal(one, other) for one, other in zip(runs[0][1], runs[1][1], strict=True))
-
-
 def test_a_scale_in_the_stock_trainer_raises_and_ours_serves_it(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from fp16opt.integrations.transformers import Trainer

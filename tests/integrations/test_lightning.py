@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from contract import reference
+from engine.checks import assert_same
 from torch import Tensor, nn
 
 pytest.importorskip("lightning")
@@ -30,20 +31,22 @@ from integrations.byhand import (
     BF16,
     HALF,
     ONE_PASS,
-    OVERFLOWING,
     STEPS,
     ByHand,
     adamw,
+    assert_same_run,
     assert_same_weights,
     batches,
+    by_hand,
     halving,
     loss_of,
     network,
+    scale_of,
+    scaled,
 )
 
 DTYPES = {"16-true": HALF, "bf16-true": BF16}
 every_precision = pytest.mark.parametrize("precision", DTYPES)
-SETTINGS = {"init_scale": OVERFLOWING, "growth_interval": 5}
 
 
 @pytest.fixture(autouse=True)
@@ -84,15 +87,6 @@ class Module(lightning.LightningModule):
             return optimizer
         config = {"scheduler": self.schedule(optimizer), "interval": self.interval}
         return {"optimizer": optimizer, "lr_scheduler": config}
-
-
-def settings_of(precision: str) -> dict[str, Any]:
-    """The plugin's options: a scaler that overflows at first where there is FP16."""
-    return {"scaler": DynamicLossScaler(**SETTINGS)} if precision == "16-true" else {}
-
-
-def scale_of(precision: str) -> reference.Scale:
-    return reference.Scale(OVERFLOWING, 5) if precision == "16-true" else reference.Scale(1.0)
 
 
 def trainer(plugin: Any, tmp_path: Path, steps: int = STEPS, **options: Any) -> lightning.Trainer:
@@ -158,15 +152,12 @@ def test_the_trainers_loop_is_the_loop_by_hand(precision: str, run: str, tmp_pat
     told = {"trainer": {}, "hand": {}, "module": {}, **RUNS[run]}
     data = batches(STEPS * told["hand"].get("micro", 1))
     module = Module(**told["module"])
-    plugin = MasterWeightsPrecision(precision, fused_step=False, **settings_of(precision))
+    plugin = MasterWeightsPrecision(precision, fused_step=False, **scaled(DTYPES[precision]))
     made = fit(module, plugin, tmp_path, data, **told["trainer"])
-    hand = ByHand(network(DTYPES[precision]), scale=scale_of(precision), **told["hand"]).train(data, DTYPES[precision])
-    assert module.losses == hand.losses
-    assert module.evaluated == len(data)
+    hand = by_hand(DTYPES[precision], data, **told["hand"])
     optimizer = optimizer_of(made)
-    assert_same_weights(module, optimizer, hand)
-    assert optimizer.skipped_steps == sum(hand.skipped)
-    assert optimizer.loss_scale == hand.scale.value
+    assert_same_run(module.losses, module, optimizer, hand)
+    assert module.evaluated == len(data)
     assert optimizer.param_groups[0]["lr"] == hand.optimizer.param_groups[0]["lr"]
     if precision == "16-true":
         assert 2 <= sum(hand.skipped) < STEPS / 2, "the run is to overflow at first, and then to train"
@@ -196,9 +187,9 @@ def test_by_default_it_is_the_engines_own_step(precision: str, masters: str, tmp
     """One-pass steps, to the bit of those that are driven without Lightning, and within their bounds of the loop."""
     data = batches(2 * STEPS)
     module = Module()
-    plugin = MasterWeightsPrecision(precision, master_weights=masters, **settings_of(precision))
+    plugin = MasterWeightsPrecision(precision, master_weights=masters, **scaled(DTYPES[precision]))
     made = fit(module, plugin, tmp_path, data, accumulate_grad_batches=2, gradient_clip_val=0.5)
-    options = {"master_weights": masters, **settings_of(precision)}
+    options = {"master_weights": masters, **scaled(DTYPES[precision])}
     net, opt, losses = by_engine(data, DTYPES[precision], 0.5, 2, **options)
     assert module.losses == losses
     for mine, want in zip(optimizer_of(made).master_params(), opt.master_params(), strict=True):
@@ -207,36 +198,20 @@ def test_by_default_it_is_the_engines_own_step(precision: str, masters: str, tmp
         assert torch.equal(mine, want)
     assert optimizer_of(made).loss_scale == opt.loss_scale
     if masters == "full":
-        hand = ByHand(network(DTYPES[precision]), scale=scale_of(precision), micro=2, clip=0.5)
-        assert_same_weights(module, optimizer_of(made), hand.train(data, DTYPES[precision]), ONE_PASS)
+        hand = by_hand(DTYPES[precision], data, micro=2, clip=0.5)
+        assert_same_weights(module, optimizer_of(made), hand, ONE_PASS)
         assert made.optimizers[0].skipped_steps == sum(hand.skipped)
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 
-def assert_same_run(one: lightning.Trainer, other: lightning.Trainer) -> None:
+def assert_same_trainings(one: lightning.Trainer, other: lightning.Trainer) -> None:
     """Weights, masters, state and scaler, to the bit."""
     mine, want = optimizer_of(one).state_dict(), optimizer_of(other).state_dict()
     assert_same(mine, want, "optimizer")
     assert_same(one.lightning_module.state_dict(), other.lightning_module.state_dict(), "model")
     assert optimizer_of(one).loss_scale == optimizer_of(other).loss_scale
-
-
-def assert_same(one: Any, other: Any, where: str) -> None:
-    if isinstance(one, dict):
-        assert list(one) == list(other), where
-        for key in one:
-            assert_same(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for place, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_same(a, b, f"{where}[{place}]")
-    elif isinstance(one, Tensor):
-        assert one.dtype == other.dtype, where
-        assert torch.equal(one, other), where
-    else:
-        assert one == other, where
 
 
 @every_precision
@@ -247,7 +222,7 @@ def test_resumed_in_the_middle_it_ends_in_the_same_bits(precision: str, fused: A
     told = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 
     def run(epochs: int, ckpt: Path | None) -> lightning.Trainer:
-        plugin = MasterWeightsPrecision(precision, fused_step=fused, **settings_of(precision))
+        plugin = MasterWeightsPrecision(precision, fused_step=fused, **scaled(DTYPES[precision]))
         made = trainer(plugin, tmp_path, -1, max_epochs=epochs, **told)
         made.fit(Module(schedule=halving), loader(data), **resuming(made, ckpt))
         return made
@@ -256,7 +231,7 @@ def test_resumed_in_the_middle_it_ends_in_the_same_bits(precision: str, fused: A
     half = run(2, None)
     half.save_checkpoint(tmp_path / "half.ckpt")
     rest = run(4, tmp_path / "half.ckpt")
-    assert_same_run(rest, whole)
+    assert_same_trainings(rest, whole)
     assert rest.lightning_module.losses == whole.lightning_module.losses[STEPS:]
     assert len(set(whole.lightning_module.losses[STEPS:])) > STEPS / 2, "the second half did train"
 
@@ -295,11 +270,11 @@ def test_a_file_of_lightnings_own_is_read_for_any_loop(tmp_path: Path) -> None:
 def test_schedulers_step_always_or_with_the_optimizer(waits: bool, tmp_path: Path) -> None:
     data = batches(STEPS)
     module = Module(schedule=halving)
-    plugin = MasterWeightsPrecision("16-true", fused_step=False, schedulers_wait=waits, **settings_of("16-true"))
+    plugin = MasterWeightsPrecision("16-true", fused_step=False, schedulers_wait=waits, **scaled(HALF))
     monitor = LearningRateMonitor("step")
     logger = CSVLogger(tmp_path)
     made = fit(module, plugin, tmp_path, data, callbacks=[monitor], logger=logger, log_every_n_steps=1)
-    hand = ByHand(network(HALF), scale=scale_of("16-true"), schedule=halving, waits=waits).train(data, HALF)
+    hand = by_hand(HALF, data, schedule=halving, waits=waits)
     assert_same_weights(module, optimizer_of(made), hand)
     scheduler = made.lr_scheduler_configs[0].scheduler
     assert scheduler.last_epoch == STEPS - waits * sum(hand.skipped)
@@ -311,7 +286,7 @@ def test_schedulers_step_always_or_with_the_optimizer(waits: bool, tmp_path: Pat
 
 def test_an_epochs_scheduler_does_not_wait(tmp_path: Path) -> None:
     module = Module(schedule=halving, interval="epoch")
-    plugin = MasterWeightsPrecision("16-true", schedulers_wait=True, **settings_of("16-true"))
+    plugin = MasterWeightsPrecision("16-true", schedulers_wait=True, **scaled(HALF))
     made = fit(module, plugin, tmp_path, batches(2), max_epochs=3, steps=-1)
     assert optimizer_of(made).skipped_steps >= 3
     assert made.lr_scheduler_configs[0].scheduler.last_epoch == 3
@@ -327,11 +302,11 @@ def rows_of(logger: CSVLogger) -> list[dict[str, float]]:
 def test_scale_and_skips_are_in_the_log(tmp_path: Path) -> None:
     data = batches(STEPS)
     logger = CSVLogger(tmp_path)
-    plugin = MasterWeightsPrecision("16-true", **settings_of("16-true"))
+    plugin = MasterWeightsPrecision("16-true", **scaled(HALF))
     made = fit(Module(), plugin, tmp_path, data, logger=logger, log_every_n_steps=4)
     rows = rows_of(logger)
     assert [row["step"] for row in rows] == [3, 7, 11, 15, 19, 23]
-    hand = ByHand(network(HALF), scale=scale_of("16-true"))
+    hand = ByHand(network(HALF), scale=scale_of(HALF))
     at = {}
     for number, batch in enumerate(data):
         hand.train([batch], HALF)
@@ -371,13 +346,11 @@ class Manual(Module):
 def test_manual_optimization_is_the_loop_by_hand(precision: str, how: str, tmp_path: Path) -> None:
     data = batches(2 * STEPS)
     module = Manual(how)
-    plugin = MasterWeightsPrecision(precision, fused_step=False, **settings_of(precision))
+    plugin = MasterWeightsPrecision(precision, fused_step=False, **scaled(DTYPES[precision]))
     made = fit(module, plugin, tmp_path, data)
     clip = {"clip": 0.5} if how == "norm" else {"clip_value": 0.5}
-    hand = ByHand(network(DTYPES[precision]), scale=scale_of(precision), micro=2, **clip).train(data, DTYPES[precision])
-    assert module.losses == hand.losses
-    assert_same_weights(module, optimizer_of(made), hand)
-    assert optimizer_of(made).skipped_steps == sum(hand.skipped)
+    hand = by_hand(DTYPES[precision], data, micro=2, **clip)
+    assert_same_run(module.losses, module, optimizer_of(made), hand)
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -435,12 +408,12 @@ def scaled_loss(net: nn.Module, batch: Any, factor: float) -> Tensor:
 def test_several_optimizers_share_a_scale_that_follows_once_all_have_stepped(tmp_path: Path) -> None:
     data = batches(STEPS)
     module = TwoNets()
-    plugin = MasterWeightsPrecision("16-true", fused_step=False, **settings_of("16-true"))
+    plugin = MasterWeightsPrecision("16-true", fused_step=False, **scaled(HALF))
     made = fit(module, plugin, tmp_path, data, steps=2 * STEPS)
     hands = [ByHand(network(HALF)), ByHand(network(HALF, seed=5))]
     hands[1].make = lambda params: adamw(params, lr=2.0**-5)
     hands[1].__post_init__()
-    scale, losses, scales = scale_of("16-true"), [], []
+    scale, losses, scales = scale_of(HALF), [], []
     for batch in data:
         for number, hand in enumerate(hands):
             hand.scale = reference.Scale(scale.value)
@@ -539,34 +512,6 @@ def test_two_scales_for_one_backward_are_refused(tmp_path: Path) -> None:
 # -- Lightning's own mixed precision -----------------------------------------------------------------------------------
 
 
-class Driven(Module):
-    """16-bit weights, whose optimizer is wrapped without a scale of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda params: MixedPrecisionOptimizer(adamw(params), fused_step=False))
-        self.net = network(HALF)
-
-
-def _mixed() -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=OVERFLOWING, growth_interval=5)
-    return lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
-
-
-def test_lightnings_scaler_drives_a_wrapped_optimizer(tmp_path: Path) -> None:
-    module, data = Driven(), batches(STEPS)
-    opt = optimizer_of(fit(module, _mixed(), tmp_path, data))
-    hand = ByHand(network(HALF), scale=scale_of("16-true"))
-    hand.train(data, HALF)
-    assert opt.skipped_steps == sum(hand.skipped) > 1
-    assert module.losses[0] == hand.losses[0]
-    assert module.losses[-1] < module.losses[0]
-
-
-def test_lightnings_scaler_refuses_to_clip_a_wrapped_optimizer(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="does not allow for gradient clipping because it performs unscaling"):
-        fit(Driven(), _mixed(), tmp_path, batches(2), gradient_clip_val=1.0)
-
-
 # -- what else a module may do -----------------------------------------------------------------------------------------
 
 
@@ -587,7 +532,7 @@ def test_hooks_see_true_gradients(tmp_path: Path) -> None:
     data = batches(STEPS)
     module = Clipping()
     made = fit(module, MasterWeightsPrecision("16-true", fused_step=False, loss_scale=256.0), tmp_path, data)
-    hand = ByHand(network(HALF), scale=reference.Scale(256.0), clip=0.5).train(data, HALF)
+    hand = by_hand(HALF, data, scale=reference.Scale(256.0), clip=0.5)
     assert_same_weights(module, optimizer_of(made), hand)
     assert module.norms == pytest.approx(hand.norms, rel=1e-5)
 
@@ -601,7 +546,7 @@ def test_an_optimizer_that_evaluates_several_times(tmp_path: Path) -> None:
 
     module = Evaluating()
     batch = batches(1)
-    made = fit(module, MasterWeightsPrecision("16-true", **settings_of("16-true")), tmp_path, batch * 6, steps=6)
+    made = fit(module, MasterWeightsPrecision("16-true", **scaled(HALF)), tmp_path, batch * 6, steps=6)
     assert module.evaluated > 6
     assert module.losses[-1] < 0.5 * module.losses[0]
     for param, master in zip(module.parameters(), optimizer_of(made).master_params(), strict=True):
@@ -616,52 +561,8 @@ def test_a_training_step_without_a_loss_steps_nothing(tmp_path: Path) -> None:
     data = batches(6)
     module = Absent()
     made = fit(module, MasterWeightsPrecision("16-true", fused_step=False, loss_scale=64.0), tmp_path, data, steps=6)
-    hand = ByHand(network(HALF), scale=reference.Scale(64.0)).train(data[::2], HALF)
+    hand = by_hand(HALF, data[::2], scale=reference.Scale(64.0))
     assert_same_weights(module, optimizer_of(made), hand)
-
-
-def test_a_backward_that_raises_steps_nothing_until_gradients_are_cleared(tmp_path: Path) -> None:
-    class Broken(Module):
-        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            raise RuntimeError("out of memory, for instance")
-
-    module = Broken()
-    plugin = MasterWeightsPrecision("16-true", loss_scale=64.0)
-    made = trainer(plugin, tmp_path, max_epochs=-1)
-    kept: list[Any] = []
-    module.on_before_zero_grad = kept.append
-    with pytest.raises(RuntimeError, match="out of memory"):
-        made.fit(module, loader(batches(2)))
-    (optimizer,) = kept
-    next(optimizer.model_params()).grad = torch.ones_like(next(optimizer.model_params()))
-    with pytest.raises(RuntimeError, match="a backward was interrupted"):
-        optimizer.step()
-
-
-def test_validation_alone_and_a_second_fit(tmp_path: Path) -> None:
-    class Validating(Module):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("seen", loss_of(self.net, batch, next(self.net.parameters()).dtype))
-
-    module = Validating()
-    plugin = MasterWeightsPrecision("16-true", loss_scale=64.0)
-    made = trainer(plugin, tmp_path, 2, max_epochs=-1)
-    made.validate(module, loader(batches(2)), verbose=False)
-    assert float(made.callback_metrics["seen"]) > 0
-    made.fit(module, loader(batches(2)))
-    first = optimizer_of(made)
-    again = trainer(plugin, tmp_path, 2, max_epochs=-1)
-    again.fit(module, loader(batches(2)))
-    assert optimizer_of(again) is not first
-    assert len(module.losses) == 4
-
-
-def test_names_are_the_modules(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = fit(Module(), MasterWeightsPrecision("16-true", loss_scale=2.0**24), tmp_path, batches(1), steps=1)
-    assert {overflow.name for overflow in optimizer_of(made).overflow_report()} <= {
-        name for name, _ in made.lightning_module.named_parameters()
-    }
-    assert optimizer_of(made).step_was_skipped
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "32", None])
@@ -786,7 +687,7 @@ def test_a_finetuning_callback_is_as_it_was_after_the_fit(tmp_path: Path) -> Non
 
 
 def fabric_run(precision: str, data: Any, wrap_late: bool, clip: dict[str, Any], micro: int = 1, **options: Any) -> Any:
-    plugin = FabricMasterWeightsPrecision(precision, **settings_of(precision), **options)
+    plugin = FabricMasterWeightsPrecision(precision, **scaled(DTYPES[precision]), **options)
     fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=plugin)
     net = network()
     if wrap_late:
@@ -817,13 +718,10 @@ def test_fabrics_loop_is_the_loop_by_hand(
     data = batches(2 * STEPS)
     clip = {"clip_val": clip_val} if clip_val else {}
     _, net, optimizer, losses = fabric_run(precision, data, wrap_late, clip, 2, fused_step=False)
-    hand = ByHand(network(DTYPES[precision]), scale=scale_of(precision), micro=2, clip_value=clip_val)
-    hand.train(data, DTYPES[precision])
+    hand = by_hand(DTYPES[precision], data, micro=2, clip_value=clip_val)
     # Fabric's module gives FP32 outputs, so the loss is computed as here
-    assert losses == hand.losses
     inner = optimizer if isinstance(optimizer, MixedPrecisionOptimizer) else optimizer.optimizer
-    assert_same_weights(net, inner, hand)
-    assert inner.skipped_steps == sum(hand.skipped)
+    assert_same_run(losses, net, inner, hand)
     assert sum(hand.skipped) >= 2 * (precision == "16-true")
 
 
@@ -832,7 +730,7 @@ def test_fabric_clips_true_gradients_by_torchs_own_norm(tmp_path: Path) -> None:
     data = batches(STEPS)
     clip = {"max_norm": 0.5, "error_if_nonfinite": False}
     _, _, optimizer, losses = fabric_run("16-true", data, False, clip, fused_step=False)
-    hand = ByHand(network(HALF), scale=scale_of("16-true"), clip=0.5).train(data, HALF)
+    hand = by_hand(HALF, data, clip=0.5)
     assert losses == pytest.approx(hand.losses, rel=2.0**-9)  # a flipped rounding of a weight is 2**-11 of it
     assert optimizer.optimizer.skipped_steps == sum(hand.skipped) > 0
 
@@ -883,18 +781,8 @@ class Toggling(lightning.LightningModule):
 
 def test_toggled_optimizers_are_refused(tmp_path: Path) -> None:
     """Lightning switches off masters, and the model's weights would go on making gradients."""
-    trainer = lightning.Trainer(
-        max_steps=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        plugins=MasterWeightsPrecision("16-true"),
-    )
     with pytest.raises(RuntimeError, match="toggle_optimizer switches off what the other optimizers hold"):
-        trainer.fit(Toggling())
+        trainer(MasterWeightsPrecision("16-true"), tmp_path, 1).fit(Toggling())
 
 
 class Norms(Module):

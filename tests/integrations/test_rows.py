@@ -25,19 +25,21 @@ import lightning
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer
+from fp16opt import GradScaler, MixedPrecisionOptimizer
 from integrations.byhand import (
     BF16,
     HALF,
     OVERFLOWING,
     STEPS,
-    ByHand,
     adamw,
+    assert_same_run,
     assert_same_weights,
     batches,
+    by_hand,
     halving,
     loss_of,
     network,
+    scaled,
 )
 
 SCALES_NOT = r"trainers that call it themselves have a module in fp16opt\.integrations"
@@ -55,11 +57,7 @@ def fresh() -> Iterator[None]:
 
 
 def dynamic() -> dict[str, Any]:
-    return {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5), "fused_step": False}
-
-
-def rule() -> reference.Scale:
-    return reference.Scale(OVERFLOWING, 5)
+    return scaled(HALF, fused_step=False)
 
 
 # -- Lightning ---------------------------------------------------------------------------------------------------------
@@ -123,7 +121,7 @@ def test_lightning_bf16_true(tmp_path: Path) -> None:
     data = batches(2 * STEPS)
     told = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     module = fit(Module({"fused_step": False}), "bf16-true", tmp_path, data, **told)
-    hand = ByHand(network(BF16), micro=2, clip=0.5).train(data, BF16)
+    hand = by_hand(BF16, data, micro=2, clip=0.5)
     # Lightning's clip takes torch's norm, which is added up in FP32: the factor may be a rounding off, and a weight of
     # BF16 by 2**-8 of itself with it.
     assert module.losses == pytest.approx(hand.losses, rel=2.0**-7)
@@ -139,20 +137,15 @@ def test_lightning_16_true_with_a_backward_hook(micro: int, tmp_path: Path) -> N
     """It ran training_step again at each overflow, or fell to the lowest scale."""
     data = batches(micro * STEPS)
     module = fit(Hooked(dynamic()), "16-true", tmp_path, data, accumulate_grad_batches=micro, gradient_clip_val=1e9)
-    hand = ByHand(network(HALF), scale=rule(), micro=micro).train(data, HALF)
-    assert module.losses == hand.losses
-    assert_same_weights(module, module.opt, hand)
-    assert module.opt.skipped_steps == sum(hand.skipped) > 1
-    assert module.opt.loss_scale == hand.scale.value
+    hand = by_hand(HALF, data, micro=micro)
+    assert_same_run(module.losses, module, module.opt, hand)
+    assert sum(hand.skipped) > 1
 
 
 def test_lightning_manual_optimization(tmp_path: Path) -> None:
     data = batches(STEPS)
     module = fit(Manual(dynamic()), "16-true", tmp_path, data)
-    hand = ByHand(network(HALF), scale=rule()).train(data, HALF)
-    assert module.losses == hand.losses
-    assert_same_weights(module, module.opt, hand)
-    assert module.opt.loss_scale == hand.scale.value
+    assert_same_run(module.losses, module, module.opt, by_hand(HALF, data))
 
 
 def test_fabric_with_scale_loss_and_clip_gradients() -> None:
@@ -169,9 +162,8 @@ def test_fabric_with_scale_loss_and_clip_gradients() -> None:
         fabric.clip_gradients(model, optimizer, clip_val=0.125)
         optimizer.step()
         optimizer.zero_grad()
-    hand = ByHand(network(HALF), scale=reference.Scale(256.0), clip_value=0.125).train(data, HALF)
-    assert losses == hand.losses
-    assert_same_weights(model, opt, hand)
+    hand = by_hand(HALF, data, scale=reference.Scale(256.0), clip_value=0.125)
+    assert_same_run(losses, model, opt, hand)
 
 
 # -- Accelerate --------------------------------------------------------------------------------------------------------
@@ -214,24 +206,6 @@ def test_fp32_sums_that_plain_backwards_do_not_make_are_told(caplog: pytest.LogC
     assert 'grad_accumulation="fp32" has no effect' in said[0]
 
 
-def test_schedule_frees_eval_reaches_the_model() -> None:
-    schedulefree = pytest.importorskip("schedulefree")
-    accelerator = accelerate.Accelerator(cpu=True)
-    net = network(BF16)
-    opt = MixedPrecisionOptimizer(schedulefree.AdamWScheduleFree(net.parameters(), lr=0.05))
-    net, optimizer = accelerator.prepare(net, opt)
-    optimizer.train()
-    for batch in batches(4):
-        accelerator.backward(loss_of(net, batch, BF16))
-        optimizer.step()
-        optimizer.zero_grad()
-    before = [param.detach().clone() for param in net.parameters()]
-    optimizer.eval()
-    assert not all(map(torch.equal, before, net.parameters()))
-    for param, master in zip(net.parameters(), opt.master_params(), strict=True):
-        assert torch.equal(param, master.to(BF16))
-
-
 @pytest.mark.parametrize("made", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
 @pytest.mark.parametrize("clear", ["optimizer", "model"])
 def test_a_scaler_of_accelerates_drives_the_wrapper(made: Callable[..., Any], clear: str) -> None:
@@ -247,7 +221,7 @@ def test_a_scaler_of_accelerates_drives_the_wrapper(made: Callable[..., Any], cl
         assert not accelerator.optimizer_step_was_skipped
         scheduler.step()
         (net if clear == "model" else optimizer).zero_grad()
-    hand = ByHand(network(HALF), scale=rule(), schedule=halving, waits=False).train(data, HALF)
+    hand = by_hand(HALF, data, schedule=halving)
     assert losses == hand.losses
     assert_same_weights(net, opt, hand)
     assert opt.skipped_steps == sum(hand.skipped) > 1
@@ -286,14 +260,3 @@ def test_the_stock_trainer_with_a_scale_raises(tmp_path: Path) -> None:
     trainer = transformers.Trainer(model, args, train_dataset=data, optimizers=(opt, schedule))
     with pytest.raises(RuntimeError, match=SCALES_NOT):
         trainer.train()
-
-
-def test_the_stock_scaler_refuses_16_bit_weights_that_ours_trains(tmp_path: Path) -> None:
-    """What stops the stock Trainer at ``fp16=True`` with a model in FP16, which a GPU alone gets to."""
-    accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.scaler = torch.amp.GradScaler("cpu")
-    net = network(HALF)
-    net, optimizer = accelerator.prepare(net, adamw(net.parameters()))
-    accelerator.backward(loss_of(net, batches(1)[0], HALF))
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        optimizer.step()

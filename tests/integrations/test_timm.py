@@ -20,16 +20,15 @@ from fp16opt.integrations.timm import MasterScaler, with_masters
 from integrations.byhand import (
     BF16,
     HALF,
-    ONE_PASS,
-    OVERFLOWING,
     STEPS,
-    ByHand,
     adamw,
-    assert_same_weights,
+    assert_same_run,
     batches,
+    by_hand,
     halving,
     loss_of,
     network,
+    scaled,
 )
 from integrations.stand_in import import_timm
 
@@ -40,14 +39,6 @@ needs_timm = pytest.mark.skipif(
 )
 
 
-def masters(precision: str) -> dict[str, Any]:
-    return {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5)} if precision == "fp16" else {}
-
-
-def scale_of(precision: str) -> reference.Scale:
-    return reference.Scale(OVERFLOWING, 5) if precision == "fp16" else reference.Scale(1.0)
-
-
 class Loop:
     """timm's train_one_epoch in outline."""
 
@@ -56,7 +47,7 @@ class Loop:
         self.net = network(self.dtype)
         bare = adamw(self.net.parameters())
         self.scheduler = halving(bare)
-        self.optimizer, self.loss_scaler = with_masters(bare, self.net, fused_step=fused, **masters(precision))
+        self.optimizer, self.loss_scaler = with_masters(bare, self.net, fused_step=fused, **scaled(self.dtype))
         self.losses: list[float] = []
 
     def train(self, data: Any, **clip: Any) -> Loop:
@@ -73,7 +64,7 @@ class Loop:
 
 @every_dtype
 @pytest.mark.parametrize(
-    ("clip", "by_hand"),
+    ("clip", "told"),
     [
         ({}, {}),
         ({"clip_grad": 0.5}, {"clip": 0.5}),
@@ -81,24 +72,11 @@ class Loop:
     ],
     ids=["plain", "norm", "value"],
 )
-def test_timms_loop_is_the_loop_by_hand(precision: str, clip: Any, by_hand: Any) -> None:
+def test_timms_loop_is_the_loop_by_hand(precision: str, clip: Any, told: Any) -> None:
     data = batches(2 * STEPS)
     loop = Loop(precision).train(data, **clip)
-    hand = ByHand(network(DTYPES[precision]), scale=scale_of(precision), micro=2, schedule=halving, **by_hand)
-    hand.train(data, DTYPES[precision])
-    assert loop.losses == hand.losses
-    assert_same_weights(loop.net, loop.optimizer, hand)
-    assert loop.optimizer.skipped_steps == sum(hand.skipped)
-    assert loop.optimizer.loss_scale == hand.scale.value
-
-
-@every_dtype
-def test_by_default_it_is_within_the_bounds_of_one_pass_steps(precision: str) -> None:
-    data = batches(2 * STEPS)
-    loop = Loop(precision, "auto").train(data, clip_grad=0.5)
-    hand = ByHand(network(DTYPES[precision]), scale=scale_of(precision), micro=2, schedule=halving, clip=0.5)
-    assert_same_weights(loop.net, loop.optimizer, hand.train(data, DTYPES[precision]), ONE_PASS)
-    assert loop.optimizer.skipped_steps == sum(hand.skipped)
+    hand = by_hand(DTYPES[precision], data, micro=2, schedule=halving, **told)
+    assert_same_run(loop.losses, loop.net, loop.optimizer, hand)
 
 
 @every_dtype
@@ -197,26 +175,6 @@ def test_adaptive_clipping_is_timms_own_on_masters() -> None:
     optimizer.zero_grad()
     scaler(loss_of(net, batch, HALF) * float("inf"), optimizer, clip_grad=0.01, clip_mode="agc")
     assert optimizer.step_was_skipped
-
-
-@needs_timm
-def test_a_model_of_timms_in_fp16_with_its_own_optimizer() -> None:
-    timm = import_timm()
-    from timm.optim import create_optimizer_v2
-
-    torch.manual_seed(0)
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=2, num_classes=4
-    ).to(HALF)
-    images, labels = torch.randn(16, 3, 32, 32, dtype=HALF), torch.arange(16) % 4
-    optimizer, loss_scaler = with_masters(create_optimizer_v2(model, opt="adamw", lr=5e-3), model)
-    losses = []
-    for _ in range(30):
-        loss = nn.functional.cross_entropy(model(images).float(), labels)
-        losses.append(loss.item())
-        loss_scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
-        optimizer.zero_grad()
-    assert losses[-1] < 0.2 * losses[0]
 
 
 APEX = """

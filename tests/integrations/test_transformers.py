@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from contract import reference
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -21,20 +20,21 @@ pytest.importorskip("accelerate")
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from fp16opt import DynamicLossScaler, Loaded, MixedPrecisionOptimizer, load_foreign
+from fp16opt import Loaded, MixedPrecisionOptimizer, load_foreign
 from fp16opt.integrations.transformers import MasterWeightsMixin, Trainer
 from integrations.byhand import (
     BF16,
     HALF,
-    ONE_PASS,
-    OVERFLOWING,
     STEPS,
     ByHand,
     adamw,
-    assert_same_weights,
+    assert_same_run,
     batches,
+    by_hand,
     loss_of,
     network,
+    scale_of,
+    scaled,
 )
 
 DTYPES = {"fp16": HALF, "bf16": BF16}
@@ -109,12 +109,7 @@ def arguments(folder: Path, **options: Any) -> Any:
 
 
 def masters(precision: str, **options: Any) -> dict[str, Any]:
-    scaler = {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5)} if precision == "fp16" else {}
-    return {"fused_step": False, **scaler, **options}
-
-
-def scale_of(precision: str) -> reference.Scale:
-    return reference.Scale(OVERFLOWING, 5) if precision == "fp16" else reference.Scale(1.0)
+    return scaled(DTYPES[precision], **{"fused_step": False, **options})
 
 
 def linear(optimizer: Any) -> Any:
@@ -135,33 +130,13 @@ def run(precision: str, folder: Path, resume: Any = None, options: Any = None, *
 
 
 @every_dtype
-def test_by_default_it_is_within_the_bounds_of_one_pass_steps(precision: str, tmp_path: Path) -> None:
-    trainer = run(precision, tmp_path, options=masters(precision, fused_step="auto"))
-    hand = ByHand(
-        network(DTYPES[precision]), scale=scale_of(precision), micro=2, clip=0.5, schedule=linear, waits=True
-    ).train(batches(2 * STEPS), DTYPES[precision])
-    assert_same_weights(trainer.model, trainer.optimizer.optimizer, hand, ONE_PASS)
-    assert trainer.optimizer.optimizer.skipped_steps == sum(hand.skipped)
-
-
-@every_dtype
 @pytest.mark.parametrize("clip", [0.5, 0.0], ids=["clip", "no clip"])
 def test_the_trainers_loop_is_the_loop_by_hand(precision: str, clip: float, tmp_path: Path) -> None:
     """Two micro-batches, a scheduler that waits for skips, the norm of true gradients in the log."""
     trainer = run(precision, tmp_path, max_grad_norm=clip)
-    hand = ByHand(
-        network(DTYPES[precision]),
-        scale=scale_of(precision),
-        micro=2,
-        clip=clip or None,
-        schedule=linear,
-        waits=True,
-    ).train(batches(2 * STEPS), DTYPES[precision])
-    optimizer = trainer.optimizer.optimizer
-    assert trainer.model.losses == hand.losses
-    assert_same_weights(trainer.model, optimizer, hand)
-    assert optimizer.skipped_steps == sum(hand.skipped)
-    assert optimizer.loss_scale == hand.scale.value
+    told = {"micro": 2, "clip": clip or None, "schedule": linear, "waits": True}
+    hand = by_hand(DTYPES[precision], batches(2 * STEPS), **told)
+    assert_same_run(trainer.model.losses, trainer.model, trainer.optimizer.optimizer, hand)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logs) == STEPS
     if clip or "grad_norm" in logs[0]:  # older ones log none where nothing is clipped
@@ -195,23 +170,6 @@ def test_resumed_in_the_middle_it_ends_in_the_same_bits(precision: str, fused: A
     mine, want = rest.optimizer.state_dict()["optimizer"], whole.optimizer.state_dict()["optimizer"]
     for number, state in want["state"].items():
         assert all(torch.equal(mine["state"][number][key], value) for key, value in state.items())
-
-
-def test_evaluation_and_the_best_model(tmp_path: Path) -> None:
-    model = Regressor(HALF)
-    told = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "max_steps": 8}
-    trainer = Ordered(
-        model,
-        arguments(tmp_path, load_best_model_at_end=True, label_names=["labels"], **told),
-        train_dataset=rows(16),
-        eval_dataset=rows(2),
-        master_weights={"loss_scale": 64.0},
-    )
-    trainer.train()
-    assert len([entry for entry in trainer.state.log_history if "eval_loss" in entry]) == 2
-    best = torch.load if trainer.state.best_model_checkpoint is None else trainer.state.best_model_checkpoint
-    assert str(best).endswith(("checkpoint-4", "checkpoint-8"))
-    assert next(model.parameters()).dtype == HALF
 
 
 @pytest.mark.parametrize(("dtype", "dynamic"), [(HALF, True), (BF16, False)], ids=str)
@@ -287,41 +245,8 @@ def texts(count: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row.clone()} for row in ids]
 
 
-@every_dtype
-def test_a_language_model_in_16_bits_trains_and_learns(precision: str, tmp_path: Path) -> None:
-    model = tiny(DTYPES[precision])
-    args = arguments(tmp_path, learning_rate=2e-2, lr_scheduler_type="constant", max_steps=30)
-    trainer = Ordered(model, args, train_dataset=texts(240), master_weights={"dynamic": precision == "fp16"})
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < 0.6 * losses[0]
-    for param, master in zip(trained_params(model, trainer), trainer.optimizer.optimizer.master_params(), strict=True):
-        assert torch.equal(param, master.to(param.dtype))
-
-
 def trained_params(model: nn.Module, trainer: Any) -> list[Tensor]:
     return list(trainer.optimizer.optimizer.model_params())
-
-
-@pytest.mark.parametrize("adapters", [torch.float32, HALF], ids=str)
-def test_adapters_on_a_frozen_base_in_16_bits(adapters: torch.dtype, tmp_path: Path) -> None:
-    """PEFT: the base stays as it is; adapters in FP32 are their own masters, those in 16 bits have some."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(tiny(HALF), config, autocast_adapter_dtype=adapters == torch.float32)
-    base = {name: param.detach().clone() for name, param in model.named_parameters() if not param.requires_grad}
-    args = arguments(tmp_path, learning_rate=2e-2, lr_scheduler_type="constant", max_steps=8)
-    trainer = Ordered(model, args, train_dataset=texts(64), master_weights=masters("fp16"))
-    trainer.train()
-    optimizer = trainer.optimizer.optimizer
-    assert optimizer.scaler.dynamic
-    assert {param.dtype for param in optimizer.model_params()} == {adapters}
-    assert {master.dtype for master in optimizer.master_params()} == {torch.float32}
-    for name, param in model.named_parameters():
-        if name in base:
-            assert torch.equal(param, base[name]), name
-    moved = [bool(param.any()) for name, param in model.named_parameters() if "lora_B" in name]
-    assert all(moved), "the adapters were trained"
 
 
 class Speaking(nn.Module):
@@ -366,18 +291,16 @@ def test_adapters_are_trained_as_by_hand(precision: str, adapters: str, tmp_path
     optimizers = (adamw([param for param in model.parameters() if param.requires_grad]), None)
     trainer = Ordered(model, args, train_dataset=data, optimizers=optimizers, master_weights=masters(precision))
     trainer.train()
-    by_hand = speaking(dtype, kind)
-    assert {param.dtype for param in by_hand.parameters() if param.requires_grad} == {kind}
-    hand = ByHand(by_hand, scale=scale_of(precision), clip=4.0, schedule=linear, waits=True)
+    twin = speaking(dtype, kind)
+    assert {param.dtype for param in twin.parameters() if param.requires_grad} == {kind}
+    hand = ByHand(twin, scale=scale_of(dtype), clip=4.0, schedule=linear, waits=True)
     loader = torch.utils.data.DataLoader(data, 4)
-    parts = [functools.partial(loss_of_batch, by_hand, batch) for batch in loader]
+    parts = [functools.partial(loss_of_batch, twin, batch) for batch in loader]
     for start in range(0, len(parts), 2):
         hand.step(parts[start : start + 2])
-    assert model.losses == hand.losses
-    assert_same_weights(model, trainer.optimizer.optimizer, hand)
-    for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+    assert_same_run(model.losses, model, trainer.optimizer.optimizer, hand)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert trainer.optimizer.optimizer.skipped_steps == sum(hand.skipped)
     assert max(hand.norms) > 4.0
     assert sum(hand.skipped) >= 2 * (precision == "fp16")
 
@@ -613,11 +536,8 @@ def test_a_trainer_that_makes_its_own_optimizer(kind: Any, precision: str, tmp_p
     assert optimizer.params.names == [name for name, _ in model.named_parameters()]
     if options is None:
         return
-    hand = ByHand(
-        network(DTYPES[precision]), scale=scale_of(precision), micro=2, clip=0.5, schedule=linear, waits=True
-    ).train(batches(2 * STEPS), DTYPES[precision])
-    assert model.losses == hand.losses
-    assert_same_weights(model, optimizer, hand)
+    hand = by_hand(DTYPES[precision], batches(2 * STEPS), micro=2, clip=0.5, schedule=linear, waits=True)
+    assert_same_run(model.losses, model, optimizer, hand)
 
 
 def test_the_mixin_stands_before_the_trainer() -> None:

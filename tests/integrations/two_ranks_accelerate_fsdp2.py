@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 import fp16opt.distributed
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 from fp16opt.integrations.accelerate import Accelerator
-from integrations.byhand import HALF, OVERFLOWING, ByHand, adamw, batches, loss_of, network
-from integrations.sharding import as_on_accelerators, whole
+from integrations.byhand import HALF, OVERFLOWING, ByHand, adamw, batches, loss_of, network, whole
+from integrations.sharding import as_on_accelerators
 
 STEPS = 16
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import fp16opt.distributed
 from fp16opt import DynamicLossScaler
 from fp16opt.integrations.lightning import MasterWeightsModelParallel, MasterWeightsPrecision
-from integrations.byhand import HALF, OVERFLOWING, ByHand, adamw, batches, loss_of, network
+from integrations.byhand import HALF, OVERFLOWING, ByHand, adamw, batches, loss_of, network, whole
 
 STEPS = 8
 TOLD = {
@@ -81,10 +81,6 @@ def run(strategy: Any, sharded: bool, epochs: int, ckpt: Path | None = None, cal
     return trainer
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def check(what: str, trainer: lightning.Trainer, hand: ByHand, losses: list[float]) -> None:
     (optimizer,) = trainer.optimizers
     if trainer.lightning_module.losses != losses:
@@ -92,10 +88,10 @@ def check(what: str, trainer: lightning.Trainer, hand: ByHand, losses: list[floa
     if optimizer.skipped_steps != sum(hand.skipped) or not optimizer.skipped_steps:
         raise SystemExit(f"{what}: {optimizer.skipped_steps} skipped, wanted {sum(hand.skipped)}")
     for number, (got, want) in enumerate(zip(optimizer.master_params(), hand.masters, strict=True)):
-        if not torch.equal(whole(got.detach()), want.detach()):
-            raise SystemExit(f"{what}: master {number} is off by {(whole(got.detach()) - want.detach()).abs().max()}")
+        if not torch.equal(whole(got), want.detach()):
+            raise SystemExit(f"{what}: master {number} is off by {(whole(got) - want.detach()).abs().max()}")
     for got, master in zip(trainer.lightning_module.parameters(), hand.masters, strict=True):
-        if not torch.equal(whole(got.detach()), master.detach().to(HALF)):
+        if not torch.equal(whole(got), master.detach().to(HALF)):
             raise SystemExit(f"{what}: the model is not its masters")
 
 
@@ -151,7 +147,7 @@ def main(folder: Path) -> None:
     rest = run(lightnings(), True, 4, folder / "half.ckpt")
     (optimizer,) = rest.optimizers
     for number, (got, want) in enumerate(zip(optimizer.master_params(), hand.masters, strict=True)):
-        if not torch.equal(whole(got.detach()), want.detach()):
+        if not torch.equal(whole(got), want.detach()):
             raise SystemExit(f"FSDP2 resumed: master {number} is off")
     if rest.lightning_module.losses != hand.losses[2 * STEPS :]:
         raise SystemExit("FSDP2 resumed: the losses are others")

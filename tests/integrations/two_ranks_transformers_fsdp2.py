@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 import fp16opt.optim
 from fp16opt import DynamicLossScaler
 from fp16opt.integrations.transformers import Trainer
-from integrations.byhand import HALF, OVERFLOWING, ByHand, batches, loss_of, network
-from integrations.sharding import as_on_accelerators, whole
+from integrations.byhand import HALF, OVERFLOWING, ByHand, batches, loss_of, network, whole
+from integrations.sharding import as_on_accelerators
 
 STEPS = 16
 ADAMW = torch.optim.AdamW, {"lr": 2.0**-6, "foreach": False}  # the Trainer's groups say how weights decay: not at all

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp16opt import kernels
-from fp16opt.kernels import CallCache, CastStats, GradStats, launches, readings, tensor_lists
+from fp16opt.kernels import CallCache, CastStats, GradStats, readings, tensor_lists
 from fp16opt.kernels.operations import AdamOptions, Factors, LionOptions, SgdOptions, multi_tensor_step
 from fp16opt.kernels.readings import Rows
 
@@ -138,14 +138,6 @@ def test_another_list_of_the_same_layout_is_known(level: str, kind: type, reads:
     assert site.call() == 1
     assert N in reads
     assert site.outs[3][0, 0].item() == 4.0
-
-
-def test_a_list_is_compared_every_time(level: str, reads: list[int]) -> None:
-    site = Site(list)
-    for _ in range(2):
-        reads.clear()
-        site.call()
-        assert reads == [N, N]
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -397,15 +389,6 @@ def test_a_step_refuses_what_a_first_one_refuses(given: dict[str, Any], error: t
     assert [step.item() for step in site.steps] == [2.0] * N
 
 
-def test_a_flag_that_says_skip_is_looked_at(level: str) -> None:
-    site = Steps()
-    before = site.masters[0].clone()
-    site.call(found_inf=torch.tensor(1.0))
-    assert torch.equal(site.masters[0], before)
-    site.call(found_inf=torch.tensor(0.0))
-    assert torch.equal(site.masters[0], before - 0.125)
-
-
 def test_another_formula_on_the_same_lists_is_another_operation(level: str) -> None:
     """Lion's lists are those of SGD with momentum, and its options are others."""
     cache, results = CallCache(), []
@@ -454,14 +437,6 @@ def test_three_threads_at_one_site(kind: type) -> None:
     finally:
         sys.setswitchinterval(interval)
     assert not failures
-
-
-def test_lists_that_are_known_are_not_checked(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("the lists were checked again")
-
-    monkeypatch.setattr(launches, "check_lists", refuse)
-    site.call()
 
 
 # -- rows that the caller has just read --------------------------------------------------------------------------------

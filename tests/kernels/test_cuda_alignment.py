@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-from pathlib import Path
-
 import emulated
-import interpreters
 import numpy as np
 import pretended
 import pytest
@@ -17,7 +11,6 @@ from torch import Tensor
 
 from fp16opt.kernels import (
     CastStats,
-    cuda_rows,
     multi_tensor_axpby,
     multi_tensor_join,
     multi_tensor_scale,
@@ -94,29 +87,3 @@ def test_threads_of_a_warp_store_blocks_together(
             head = min(-(offset % alone) % 8, n)
             wanted += head + (n - head) % 8
         assert emulated.single_stores(emulated_cuda) - before == wanted, f"{offset=}"
-
-
-@pytest.mark.skipif(emulated.compiler() is None, reason="needs a C++ compiler and the sources")
-def test_threads_that_do_not_store_together_are_found(tmp_path: Path) -> None:
-    """On a GPU they would wait for each other. Here the process ends."""
-    together = "store(narrow_eight<T>(wide), values + i, aligned, left);"
-    source = emulated.flattened()
-    assert source.count(together) == 1
-    kernel = cuda_rows.KERNELS["scale"]
-    for condition, status in (("", 0), ("if (i % 512 != 256) ", -signal.SIGABRT)):
-        text = source.replace(together, condition + together) + cuda_rows.shared_assertions() + kernel.entry()
-        path = tmp_path / f"scale{status}.cpp"
-        path.write_text(text)
-        library = path.with_suffix(".so")
-        subprocess.run(
-            [str(emulated.compiler()), *emulated.FLAGS, "-shared", str(path), "-o", str(library)], check=True
-        )
-        script = (
-            "import emulated, pathlib, pytest, torch\n"
-            "from fp16opt.kernels import multi_tensor_scale\n"
-            f"emulated.use(emulated.Emulated([pathlib.Path({str(library)!r})]), pytest.MonkeyPatch())\n"
-            "multi_tensor_scale([torch.ones(4097).half()[1:]], torch.tensor(0.5))\n"
-        )
-        folders = [str(emulated.CSRC.parent), str(emulated.CSRC.parent / "tests")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-        assert interpreters.python("-c", script, cwd=tmp_path, env=environment).returncode == status

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import emulated
 import kept
+import proving
 import ptx_cases
 import ptx_faults
 import ptx_machine
@@ -26,7 +27,6 @@ from ptx import Instruction
 
 from fp16opt.kernels import cuda_devices, cuda_rows, nvrtc, planted, proof
 from fp16opt.kernels.cuda_rows import KERNELS, Blocks, Kernel
-from fp16opt.tools.prove.where import HostPlace
 
 FINDING = {
     "Unscale": (True, True),
@@ -257,7 +257,6 @@ def test_a_thread_writes_the_bits_of_the_cpu(executed: dict[str, list[ptx_cases.
     assert {one.name: one.other for one in executed[name]} == {one.name: 0 for one in executed[name]}
 
 
-@pytest.mark.parametrize("name", [name for name, (_, stores) in WIDE.items() if stores])
 def machine_of(compiled: Compiled, folder: Path) -> ptx_machine.Machine:
     """What executes whole grids, as a card would."""
     texts = {name: compiled.kernels[kernel.functor.name] for name, kernel in KERNELS.items()}
@@ -282,7 +281,7 @@ def test_whole_grids_pass_the_proof(
         planted.expected(name)
     machine = machine_of(compiled, tmp_path)
     ptx_faults.serve(machine, monkeypatch)
-    found = {name: proof.prove((name,), 0, HostPlace())[name].words for name in names}
+    found = {name: proof.prove((name,), 0, proving.HostPlace())[name].words for name in names}
     assert found == dict.fromkeys(names, "")
     assert machine.executed > 20_000_000
     never = {name: bytes(machine.code(name).seen).count(0) for name in names}

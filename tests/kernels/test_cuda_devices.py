@@ -24,14 +24,12 @@ from fp16opt import __main__ as command
 from fp16opt import kernels
 from fp16opt.kernels import (
     CallCache,
-    backends,
     cubin_cache,
     cuda,
     cuda_devices,
     cuda_driver,
     cuda_rows,
     multi_tensor_l2norm,
-    native,
     nvrtc,
 )
 
@@ -145,15 +143,6 @@ def test_each_device_has_its_context_and_code(driver: Any) -> None:
     assert {line.split("=")[1].split()[0] for line in compiled()} == {"sm_90", "sm_80"}
 
 
-def test_modules_are_loaded_in_relaxed_mode(driver: Any) -> None:
-    """Whatever this thread captures."""
-    assert kernels.backend("cuda:0") == "cuda"
-    called = driver.noted("cuModuleLoadData", "cuThreadExchangeStreamCaptureMode")
-    assert called[0] == "cuThreadExchangeStreamCaptureMode 2"
-    assert called[-1] == "cuThreadExchangeStreamCaptureMode 0"
-    assert set(called[1:-1]) == {"cuModuleLoadData FAKE  mode 2"}
-
-
 def test_a_card_that_nvrtc_does_not_know_takes_the_next_lower_of_its_major(
     libraries: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,16 +249,6 @@ def test_a_captured_call_has_memory_of_its_own(host: Any, monkeypatch: pytest.Mo
     del tables
     gc.collect()
     assert [line.split()[0] for line in host.noted() if not line.startswith("cuCtx")][1] == "cuMemFree"
-
-
-def test_who_captures(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    card, here = torch.device("cuda:0"), torch.device("cpu")
-    assert not backends.captures(card)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert backends.captures(card)
-    monkeypatch.setattr(backends, "compiled_for", lambda device: native)
-    assert backends.captures(card), "also where torch operations serve it"
-    assert not backends.captures(here)
 
 
 def test_a_failed_copy_of_a_captured_table_gives_its_memory_back(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:

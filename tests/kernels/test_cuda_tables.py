@@ -227,16 +227,6 @@ def test_a_wrapper_gives_back_what_its_captured_steps_were_given(
     assert emulated_cuda.kept_tables() == before
 
 
-def test_without_a_call_site_a_captured_table_stays(
-    host: Any, emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = emulated_cuda.kept_tables()
-    monkeypatch.setattr(host, "capturing", True)
-    multi_tensor_l2norm(tensors(2))
-    gc.collect()
-    assert emulated_cuda.kept_tables() == before + 1
-
-
 def test_a_failed_copy_leaves_no_table_behind(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     site, values = CallCache(), tensors(2)
     wanted = multi_tensor_l2norm(values)[0].item()
@@ -260,16 +250,6 @@ def test_a_table_made_in_inference_mode_serves_outside_of_it_and_the_other_way_r
             with torch.inference_mode(mode):
                 assert multi_tensor_l2norm(values, cache=site)[0].item() == multi_tensor_l2norm(lists[0])[0].item()
         assert len(host.copies) == 3 + 3, "each has other addresses, which are brought there; a call without a site too"
-
-
-def test_clipping_uses_the_table_of_the_pass_before(host: Any) -> None:
-    site, grads, outs = CallCache(), tensors(4), tensors(4, 1)
-    stats, half = GradStats.allocate(4, "cpu"), torch.tensor(0.5)
-    for _ in range(2):
-        multi_tensor_unscale(grads, outs, half, stats, write=False, cache=site)
-        kernels.multi_tensor_unscale_clipped(grads, outs, half, half, cache=site)
-    assert len(host.copies) == 1
-    assert all(torch.equal(out, grad * 0.25) for out, grad in zip(outs, grads, strict=True))
 
 
 def table_of(sizes: list[int], places: list[int], dtype: torch.dtype = torch.float32) -> cuda.Table:

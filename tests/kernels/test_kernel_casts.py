@@ -73,17 +73,6 @@ def test_ties_and_their_neighbours(level: str, dtype: torch.dtype) -> None:
     assert_same_values(raw(param), rounded(KINDS[dtype]), KINDS[dtype], "cast")
 
 
-@pytest.mark.parametrize(("dtype", "first"), [(torch.float16, 0x477FF000), (torch.bfloat16, 0x7F7F8000)], ids=str)
-def test_from_where_on_it_is_infinite(level: str, dtype: torch.dtype, first: int) -> None:
-    bits = [first - 1, first, first | 1 << 31, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x7F800001, 0xFF800000]
-    masters = [torch.from_numpy(np.array([b], np.uint32).view(np.float32).copy()) for b in bits]
-    params, stats = [torch.zeros(1, dtype=dtype) for _ in bits], CastStats.allocate(len(bits), "cpu")
-    multi_tensor_cast(masters, params, stats)
-    assert stats.overflow.tolist() == [0, 1, 1, 1, 2, 2, 2, 2]
-    assert [bool(torch.isfinite(p)) for p in params] == [True] + [False] * 7
-    assert [bool(torch.isnan(p)) for p in params] == [False] * 5 + [True, True, False]
-
-
 @pytest.mark.skipif(not native.available(), reason="the compiled CPU module is not installed")
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 def test_nans_have_the_same_bits_at_every_level(dtype: torch.dtype) -> None:

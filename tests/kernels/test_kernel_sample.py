@@ -11,7 +11,7 @@ import torch
 from kernel_cases import LAYOUTS, SIXTEEN, make, raw, shape_of
 from torch import Tensor
 
-from fp16opt.kernels import CallCache, multi_tensor_sample, native, reference
+from fp16opt.kernels import CallCache, multi_tensor_sample, reference
 
 LONG = [16384, 16385, 65536, 65537, 131071, 131072, 200000, 1009 * 64]
 
@@ -44,10 +44,6 @@ def test_digests_of_long_tensors(implementation: str, dtype: torch.dtype, numel:
     assert digest(values) == oracle.sample(raw(values))
     one_behind = torch.cat([values[:1], values])[1:]  # at another alignment
     assert digest(one_behind) == digest(values)
-
-
-def test_an_empty_tensor_has_0(level: str) -> None:
-    assert digest(torch.zeros(0).half()) == 0
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
@@ -116,59 +112,8 @@ def test_no_dimension_has_a_divisor_in_common_with_the_step(shape: tuple[int, ..
     assert 1009 <= stride < 1040
 
 
-@pytest.mark.parametrize("rows", [1009, 2000])
-def test_every_column_of_a_tall_matrix_is_seen(level: str, rows: int) -> None:
-    values = torch.zeros(rows, 513).half()
-    before = digest(values)
-    for column in range(513):
-        values[:, column] = 1.0
-        assert digest(values) != before, column
-        values[:, column] = 0.0
-
-
 def test_what_has_the_same_bits_in_memory_has_the_same_digest(level: str) -> None:
     values = torch.randn(300, 200).half()
     assert digest(values.t()) == digest(values)
     assert digest(values.bfloat16().view(torch.float16)) == digest(values.bfloat16())
     assert digest(values.repeat_interleave(2, 1)[:, ::2]) == digest(values)
-
-
-def test_autograd_counts_the_write_of_the_samples(level: str) -> None:
-    samples = torch.zeros(1, dtype=torch.int64)
-    before = samples._version
-    multi_tensor_sample([torch.ones(3).half()], samples)
-    assert samples._version > before
-
-
-HALVES = [torch.ones(2).half()]
-
-
-@pytest.mark.cells("each")
-@pytest.mark.parametrize(
-    ("error", "match", "call"),
-    [
-        (TypeError, r"wants float16 or bfloat16, got tensors\[0\] int32",
-         lambda: multi_tensor_sample([torch.ones(2).int()], torch.zeros(1).long())),
-        (ValueError, r"samples must be contiguous with 1 element\(s\), got shape \(2,\)",
-         lambda: multi_tensor_sample(HALVES, torch.zeros(2).long())),
-        (ValueError, "samples must be on cpu like the tensors of the call, got meta",
-         lambda: multi_tensor_sample(HALVES, torch.zeros(1).long().to("meta"))),
-        (TypeError, "samples must be a tensor, got list",
-         lambda: multi_tensor_sample(HALVES, [0])),  # type: ignore[arg-type]
-        (TypeError, r"tensors\[0\] must be a tensor or None, got float",
-         lambda: multi_tensor_sample([1.0], torch.zeros(1).long())),  # type: ignore[list-item]
-    ],
-)  # fmt: skip
-def test_refused(level: str, error: type[Exception], match: str, call: Callable[[], object]) -> None:
-    with pytest.raises(error, match="multi_tensor_sample: .*" + match):
-        call()
-
-
-@pytest.mark.skipif(not native.available(), reason="the compiled CPU module is not installed")
-def test_threads_share_a_large_sample(threads: None) -> None:
-    values = torch.randn(1 << 23).half()
-    found = []
-    for count in (1, 2, 3, 5):
-        torch.set_num_threads(count)
-        found.append(digest(values))
-    assert set(found) == {oracle.sample(raw(values))}

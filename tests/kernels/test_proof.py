@@ -15,6 +15,7 @@ import cards
 import emulated
 import pretended
 import products
+import proving
 import pytest
 import torch
 from torch import Tensor
@@ -31,7 +32,6 @@ from fp16opt.kernels import (
     multi_tensor_cast,
     multi_tensor_check,
     multi_tensor_scale,
-    native,
     planted,
     proof,
     verdicts,
@@ -41,7 +41,6 @@ from fp16opt.kernels.cuda_rows import FIRST, KERNELS
 from fp16opt.kernels.proof import Outcome
 from fp16opt.kernels.verdicts import Verdicts
 from fp16opt.tools.prove.trials import Trials
-from fp16opt.tools.prove.where import HostPlace
 
 real_choice = backends.compiled_for
 
@@ -70,7 +69,7 @@ def tables() -> int:
     return len(cuda.Stream.copies)  # type: ignore[attr-defined]
 
 
-class Touching(HostPlace):
+class Touching(proving.HostPlace):
     """Memory in which something happens behind the last kernel's back."""
 
     def __init__(self, touch: Callable[[Tensor], None]) -> None:
@@ -90,7 +89,7 @@ some_kernels = pytest.mark.parametrize(
 
 @some_kernels
 def test_kernels_that_are_right_are_not_refused(kernels: pretended.Counting, name: str) -> None:
-    found = proof.prove((name,), 0, HostPlace())[name]
+    found = proof.prove((name,), 0, proving.HostPlace())[name]
     assert found.words == ""
     assert found.bits > 200
     assert set(kernels.launches) == {name}, "it is this kernel that was proved"
@@ -98,7 +97,7 @@ def test_kernels_that_are_right_are_not_refused(kernels: pretended.Counting, nam
 
 def test_the_proof_of_what_adamw_launches_is_short(kernels: pretended.Counting) -> None:
     before = tables()
-    assert set(proof.prove(FIRST, 0, HostPlace())) == set(FIRST)
+    assert set(proof.prove(FIRST, 0, proving.HostPlace())) == set(FIRST)
     assert set(kernels.launches) == set(FIRST)
     copied = tables() - before + 2  # and the memory, there and back
     assert sum(kernels.launches.values()) + copied <= 40
@@ -142,7 +141,7 @@ def test_a_kernel_that_does_nothing_is_refused(kernels: pretended.Counting, monk
 
     emulated.launch_on(Idle(), monkeypatch)
     found = {
-        name: proof.prove((name,), 0, HostPlace())[name].words
+        name: proof.prove((name,), 0, proving.HostPlace())[name].words
         for name in [*KERNELS][:: 4 if products.takes_all else 12]
     }
     assert [name for name, words in found.items() if not words] == []
@@ -157,11 +156,11 @@ def test_errors_are_found_and_not_raised(kernels: pretended.Counting, monkeypatc
         launch(name, *given)
 
     monkeypatch.setattr(kernels, "launch", broken)
-    found = proof.prove(FIRST, 0, HostPlace())
+    found = proof.prove(FIRST, 0, proving.HostPlace())
     assert found["check"] == Outcome("RuntimeError: CUDA reports CUDA_ERROR_X: something")
     assert [name for name, outcome in found.items() if outcome.words] == ["check"]
 
-    class Full(HostPlace):
+    class Full(proving.HostPlace):
         def bring(self, memory: Tensor) -> Tensor:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -170,7 +169,7 @@ def test_errors_are_found_and_not_raised(kernels: pretended.Counting, monkeypatc
 
 
 def test_a_kernel_without_an_answer_is_not_waited_for(kernels: pretended.Counting) -> None:
-    class Hanging(HostPlace):
+    class Hanging(proving.HostPlace):
         def __init__(self) -> None:
             super().__init__()
             self.patience = 0.05
@@ -286,22 +285,6 @@ def test_without_a_folder_each_process_proves(prover: Prover, folder: Path, capl
         assert Verdicts(0, AROUND).trusts("adam", never)
     assert prover.asked == [*FIRST, *FIRST]
     assert "can be written by others" in caplog.text
-
-
-def test_a_kept_verdict_costs_little(prover: Prover) -> None:
-    first = Verdicts(0, AROUND)
-    for name in KERNELS:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            first.trusts(name, never)
-    took = []
-    for _ in range(20):
-        began = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            Verdicts(0, AROUND)
-        took.append(time.perf_counter() - began)
-    assert min(took) < 1e-3
 
 
 # -- on a card ---------------------------------------------------------------------------------------------------------
@@ -478,7 +461,6 @@ CHOSEN = {
 
 @pytest.fixture
 def built(emulated_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(emulated, "build", lambda folder: emulated_cuda)
     every = Trials.all
 
     def some(self: Trials) -> list[Any]:  # CI makes all of them
@@ -500,7 +482,7 @@ def test_the_command_proves_every_kernel_and_step(
 
     monkeypatch.setattr(type(built), "launch", noted)
     path = tmp_path / "proof.json"
-    assert command.main(["prove", "--pretend", "--iterations", "5", "--json", str(path)]) == 0
+    assert proving.main(built, "--iterations", "5", "--json", str(path)) == 0
     found = json.loads(path.read_text())
     assert [one["name"] for one in found["kernels"]] == list(KERNELS)
     assert all(one["wrong"] == "" and one["bits"] > 0 for one in (*found["kernels"], *found["steps"]))
@@ -523,20 +505,11 @@ def test_the_command_exits_with_1_where_a_bit_is_another(
             launch(self, name, *given)
 
     monkeypatch.setattr(type(built), "launch", broken)
-    assert command.main(["prove", "--pretend", "--iterations", "2"]) == 1
+    assert proving.main(built, "--iterations", "2") == 1
     wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
     assert wrong[0].startswith("WRONG  lion: masters[0] (float32, 10245 elements): element 0 is ")
     assert any("Lion, full masters: parameter" in line for line in wrong)
     assert all("ion" in line for line in wrong)
-
-
-def test_pretending_needs_the_source_tree(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fp16opt.tools.prove.where.PACKAGE", tmp_path / "fp16opt")
-    monkeypatch.chdir(tmp_path)
-    assert command.main(["prove", "--pretend"]) == 2
-    assert "--pretend needs fp16opt's source tree" in capsys.readouterr().out
 
 
 def test_notes_lie_beside_the_kernels_and_are_no_kernels(folder: Path) -> None:
@@ -544,13 +517,6 @@ def test_notes_lie_beside_the_kernels_and_are_no_kernels(folder: Path) -> None:
     assert cubin_cache.load_notes("0123456789abcdef-x.proof") == b"words"
     assert cubin_cache.load_notes("0123456789abcdef-y.proof") is None
     assert cubin_cache.names() == []
-
-
-def test_compiled_code_of_the_cpu_needs_no_proof() -> None:
-    assert native.trusts(None, None)  # type: ignore[arg-type]
-    assert cuda.trusted("adam", torch.device("cpu")), "where there is no card there is nothing to prove"
-    with proof.proving():
-        assert Verdicts.trusts(Verdicts.__new__(Verdicts), "adam", never), "the proof's own launches"
 
 
 def test_what_is_missing_is_compiled_before_the_first_use(

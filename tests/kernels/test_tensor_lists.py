@@ -246,30 +246,6 @@ def test_memory_that_a_hook_replaces_before_the_step_is_what_is_stepped(way: str
     assert [tensor.tolist() for tensor in old] == [[9.0] * 4] * 2
 
 
-def test_memory_of_state_that_is_replaced_is_what_is_stepped(way: str) -> None:
-    params, opt = wrapped()
-    for _ in range(2):
-        backward(params, opt)
-        opt.step()
-    before = [param[0].item() for param in params]
-    opt.state[params[1]]["momentum_buffer"].data = torch.full((4,), 3.0)
-    backward(params, opt)
-    opt.step()
-    moved = [was - param[0].item() for was, param in zip(before, params, strict=True)]
-    assert moved == [0.875, 1.25, 0.875], "lr * (momentum * 1.5 + 1), and of 3.0 in the second"
-
-
-def test_memory_of_a_master_that_is_replaced_is_what_is_stepped(way: str) -> None:
-    params, opt = wrapped()
-    for _ in range(2):
-        backward(params, opt)
-        opt.step()
-    list(opt.master_params())[2].data = torch.full((4,), 32.0)
-    backward(params, opt)
-    opt.step()
-    assert params[2][0].item() == 32.0 - 0.875
-
-
 def test_a_negated_gradient_is_its_values_and_not_its_memory(way: str) -> None:
     params, opt = wrapped()
     for sign in (1.0, -1.0):

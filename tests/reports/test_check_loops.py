@@ -39,6 +39,17 @@ class Rms(nn.Module):
         return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
 
 
+class Gelu(nn.Module):
+    """By its usual polynomial, of which the cube overflows: what it gives is right."""
+
+    widens = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = x.dtype
+        x = x.float() if self.widens else x
+        return (0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.045 * x.pow(3))))).to(dtype)
+
+
 class Kahan(SGD):
     """Keeps in 16 bits what 16-bit weights lose."""
 
@@ -411,6 +422,9 @@ FAULTS = {
     "a norm that squares in FP16": Fault(
         "inside", WITH_FP16.replace("net(HALF)", "net(HALF, middle=Rms()); x *= 1500"), fp32_in_forward
     ),
+    "a cube whose gradient is nan": Fault(
+        "inside", WITH_FP16.replace("net(HALF)", "net(HALF, middle=Gelu()); x *= 100"), fp32_in_forward
+    ),
     "a batch norm in FP16": Fault(
         "buffers", WITH_FP16.replace("net(HALF)", "net(HALF, middle=nn.BatchNorm1d(16)); x *= 1500"), as_it_is
     ),
@@ -583,3 +597,55 @@ def test_an_advised_line_mends_its_loop(name: str) -> None:
 
 def test_every_key_is_planted() -> None:
     assert {fault.key for fault in FAULTS.values()} == {*KEYS}
+
+
+# -- what overflows in a forward, and which scales are offered ---------------------------------------------------------
+
+SQUARES = "model = net(HALF, middle=Rms()); x *= 1500; optimizer = wrap(model«»)" + LOSS
+
+
+def test_no_scale_is_offered_at_which_a_step_was_skipped() -> None:
+    names = made(put(SQUARES, [", dynamic=True"]))
+    found, optimizer, scales = checked(names), names["optimizer"], [float("inf")]
+    while scales[-1] == float("inf") or optimizer.step_was_skipped:
+        scales.append(float(optimizer.loss_scale))
+        optimizer.zero_grad()
+        optimizer.backward(names["loss_fn"]())
+        optimizer.step()
+    assert len(scales) > 2
+    (told,) = re.findall(r"the largest possible is ([\d,]+)", " ".join(found.facts))
+    offered = [one.numbers["largest_scale"] for one in found.findings if "largest_scale" in one.numbers]
+    assert {*offered, float(told.replace(",", ""))} == {scales[-1]}
+
+
+def test_a_scale_that_is_offered_was_tried() -> None:
+    names = made(put(SQUARES, [""]))
+    scale = next(one for one in checked(names).findings if one.key == "no_loss_scale").numbers["largest_scale"]
+    for factor, is_finite in ((1.0, True), (2.0, False)):
+        grads = torch.autograd.grad(names["loss_fn"]() * (scale * factor), list(names["model"].parameters()))
+        assert all(bool(grad.isfinite().all()) for grad in grads) is is_finite
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [("h.clone().mul_(h)", "mul_"), ("h * h", "mul"), ("torch.zeros_like(h).copy_(h.float() ** 2)", "copy_")],
+)
+def test_the_operation_and_the_place_are_named(operation: str, name: str) -> None:
+    source = f"loss_fn = lambda: (lambda h: {operation})(model[0](x.half())).clamp(max=60000.0).float().mean()"
+    (one,) = (one for one in checked(made(put(SQUARES, [""]) + source)).findings if one.key == "inside")
+    assert one.layer == "the loss function"
+    assert f"{name} makes inf" in one.sentence
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "torch.zeros_like(h).masked_fill(h > 0, -torch.inf)",
+        "torch.full(h.shape, torch.finfo(FP32).min).triu(2).clamp(max=0.0).to(h.dtype)",
+        "torch.full_like(h, -65504.0).tril()",
+    ],
+)
+def test_masks_are_no_overflow(mask: str) -> None:
+    attend = f"lambda h: torch.cat([h + {mask}, torch.zeros_like(h[:, :1])], 1).softmax(-1)[:, :-1]"
+    source = f"attend = {attend}\nloss_fn = lambda: (attend(model(x).half()).float() - y).square().mean()"
+    assert checked(made(FP16 + source)).findings == []

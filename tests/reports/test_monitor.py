@@ -20,8 +20,7 @@ from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer, Moni
 from fp16opt.tools.reports import sinks, statistics
 from fp16opt.tools.reports.monitor import NUMBERS
 
-HALF, BF16 = torch.float16, torch.bfloat16
-
+HALF = torch.float16
 
 # -- tables of numbers -------------------------------------------------------------------------------------------------
 
@@ -218,7 +217,6 @@ def test_of_fp32_sums_the_norm_is_the_sums_and_the_largest_that_of_one_backward(
     assert row["grad_largest"] == 2.0**13
     assert row["grad_norm"] == 2.0**14
     assert row["near_overflow"] == 1 / 2
-    assert "any one backward" in NUMBERS["grad_largest"]
 
 
 def test_true_zeros_are_no_underflow_and_all_zeros_are() -> None:
@@ -232,18 +230,6 @@ def test_true_zeros_are_no_underflow_and_all_zeros_are() -> None:
     first, second = records[-1]["rows"].values()
     assert (first["zero"], first["underflow"]) == (0.9, 0.0)
     assert (second["zero"], second["underflow"]) == (1.0, 1.0)
-
-
-def test_without_masters_what_does_not_move_is_lost() -> None:
-    weight = nn.Parameter(torch.ones(8, dtype=HALF))
-    records: list[dict[str, Any]] = []
-    sgd = torch.optim.SGD([weight], lr=1.0)
-    opt = MixedPrecisionOptimizer(sgd, master_weights="none", named_parameters=[("w", weight)])
-    with Monitor(opt, to=records.append):
-        opt.backward((weight.float() * torch.tensor([0.0, 0.0, 1, 1, 1, 2.0**-13, 2.0**-13, 2.0**-13])).sum())
-        opt.step()
-    assert records[-1]["rows"]["w"]["lost"] == 3 / 6
-    assert records[0]["rows"]["w"] == {"dtype": "float16", "stepped": "float16", "elements": 8}
 
 
 def test_masters_that_do_not_move_are_still() -> None:
@@ -350,17 +336,6 @@ def test_steps_do_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monitor.detach()
 
 
-def test_steps_without_a_clip_have_no_norm() -> None:
-    model = net()
-    opt = wrap(model)
-    records: list[dict[str, Any]] = []
-    turn(model, opt, 0)
-    with Monitor(opt, every=3, to=records.append):
-        turn(model, opt, 1, closure=True)
-        turn(model, opt, 2)
-    assert [r["grad_norm"] is None for r in records if r["kind"] == "step"] == [True, False]
-
-
 # -- attached and detached ---------------------------------------------------------------------------------------------
 
 
@@ -392,21 +367,6 @@ def test_it_keeps_nothing_alive() -> None:
     finally:
         gc.enable()
     monitor.detach()
-
-
-def test_an_error_in_the_run_still_writes_what_waits(tmp_path: Path) -> None:
-    model = net()
-    opt = wrap(model)
-
-    def run() -> None:
-        with Monitor(opt, to=tmp_path / "run.jsonl"):
-            turn(model, opt, 0)
-            turn(model, opt, 1)
-            raise KeyError("the data ended")
-
-    with pytest.raises(KeyError, match="the data ended"):
-        run()
-    assert [r["step"] for r in sinks.read(tmp_path / "run.jsonl") if r["kind"] == "step"] == [1, 2]
 
 
 def test_a_group_that_comes_later_gets_a_row() -> None:

@@ -8,8 +8,9 @@ whole.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 from ...kernels.changed import ChangedBits, packed, unpacked
 from ...kernels.changes import digest, guard, guard_and_digest, take
 from ...kernels.digests import digest_at, words_each, words_of
-from ...kernels.reference import flatten, memory_order
 from ..dtensors import local
 from ..params import ParamPair, ParamTable, not_in_model
 from .regions import Region, region_of
@@ -117,7 +117,7 @@ class _Known(NamedTuple):
 
     Attributes:
         strides: of the piece.
-        guard: by places in memory.
+        guard: by places in memory; of one that isn't contiguous it says nothing.
         digest: by indices in the whole.
     """
 
@@ -170,11 +170,9 @@ class Changes:
         for gone in self._bits.keys() - set(self._params.all):
             del self._bits[gone]
         for gone in {pair for pair in self._known if isinstance(pair, ParamPair)} - set(self._params.all):
-            name, was = self._names.pop(gone, None), self._known.pop(gone)
-            if name is None:
-                self._lost = True
-            else:
-                self._known[name] = was
+            del self._known[gone]
+            self._names.pop(gone, None)
+            self._lost = True
         before = self._bits
         self._bits = {}
         for device in self._params.devices:
@@ -188,6 +186,16 @@ class Changes:
             device.cast.changed = changed
 
     # -- taking ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """What an exception within cuts is not taken: weights whose marks are gone by then come whole the next time."""
+        before = self.sequence, dict(self._known)
+        try:
+            yield
+        except BaseException:
+            self.sequence, self._known = before
+            raise
 
     def take(self, tensors: Mapping[str, Tensor]) -> list[TensorChange]:
         """What changed since the last call; from here on nothing is marked.
@@ -249,7 +257,7 @@ class Changes:
         alike = seen.name, seen.tied, piece.dtype, seen.region
         if known is None and self._is_frozen(seen):
             return TensorChange(*alike, now, now, None, None)
-        if known is not None and as_before and known.strides == piece.stride():
+        if known is not None and as_before and known.strides == piece.stride() and piece.is_contiguous():
             marked = self._marked(seen.key, piece)
             if marked is None or not marked[0].numel():
                 if now == before:
@@ -270,15 +278,12 @@ class Changes:
         """:func:`.kernels.changes.take` of a weight; None of a tensor without bits."""
         if isinstance(key, str) or key not in self._bits:
             return None
-        return take(*self._bits[key], _in_memory(piece))
+        return take(*self._bits[key], words_of(piece))
 
     def _sparse(
         self, seen: _Seen, piece: Tensor, places: Tensor, words: Tensor, digests: tuple[int | None, int]
     ) -> TensorChange:
         values = words.view(piece.dtype)
-        if not piece.is_contiguous():
-            places, moves = _logical(places.long(), piece)
-            values = values[moves]
         indices = places if seen.region.is_whole else seen.region.indices(places.long())
         return change_of(seen.name, seen.tied, seen.region, digests, indices, values)
 
@@ -295,26 +300,13 @@ def _has_nan(values: Tensor) -> bool:
     return bool(values.isnan().any())
 
 
-def _logical(places: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
-    """Row-major places, sorted, of elements at places in memory, and how sorting moved them."""
-    found, rest = torch.zeros_like(places), places
-    for dim in reversed(memory_order(piece)):
-        size = max(piece.shape[dim], 1)
-        found, rest = found + rest % size * _numel(piece.shape[dim + 1 :]), rest // size
-    return torch.sort(found)
-
-
-def _in_memory(piece: Tensor) -> Tensor:
-    """The words of a piece in memory order."""
-    return words_of(flatten(piece.detach(), memory_order(piece)).values)
-
-
 def _seen(name: str, tied: tuple[str, ...], tensor: Tensor, region: Region, key: ParamPair | str) -> _Seen:
     piece = local(tensor.detach())
     if piece.is_contiguous() and region.first is not None:
         sums = guard_and_digest(words_of(piece), region.first * words_each(piece.dtype))
     else:
-        sums = guard(_in_memory(piece)), digest_of(piece, region)
+        found = digest_of(piece, region)
+        sums = guard(words_of(piece)) if piece.is_contiguous() else found, found
     return _Seen(name, tied, tensor, region, *sums, key)
 
 

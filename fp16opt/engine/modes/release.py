@@ -20,9 +20,9 @@ from ... import kernels
 from ...kernels.lists import same_walk
 from ...kernels.steps import Factors, StepValues, run_step
 from ...scaling import LossScaler
-from ..dtensors import raw_grad, raw_grads, set_raw_grad
-from ..fused_registry import CannotServe, FusedStepSpec, steps_on_device
-from ..fused_step import GroupSettings, ParamState, groups_obstacle, pieces_of
+from ..dtensors import is_sharded, raw_grad, raw_grads, set_raw_grad
+from ..fused_registry import CannotServe, steps_on_device
+from ..fused_step import GroupSettings, ParamState, group_obstacle, pieces_of
 from ..look import Look
 from ..masters import Masters
 from ..model_writes import ModelWrites
@@ -36,6 +36,27 @@ from .sums import SummingState
 
 SAID = "gradient_release=True"
 """The argument, as the user writes it."""
+
+
+def check_release(optimizer: Optimizer, scaler: LossScaler, is_zero: bool) -> None:
+    """Raise ``ValueError`` where parameters of an optimizer about to be wrapped can't be stepped in backward.
+
+    Args:
+        optimizer: the one inside, where it is torch's ZeroRedundancyOptimizer.
+        is_zero: whether it is.
+    """
+    if scaler.dynamic:
+        raise ValueError(
+            f"{SAID} does not go with a dynamic loss scale (dynamic=True, or such a scaler): parameters are stepped "
+            "before all gradients are known, and an overflow could not be undone. Use loss_scale=..., or "
+            "gradient_release=False."
+        )
+    refuse_ranks(ValueError)
+    if is_zero or any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError(
+            f"{SAID} takes plain tensors and an optimizer that steps them, got "
+            f"{'ZeroRedundancyOptimizer' if is_zero else 'DTensors'}. Use gradient_release=False on shards."
+        )
 
 
 def refuse_ranks(kind: type[Exception]) -> None:
@@ -144,19 +165,17 @@ class PerParameterStepper:
     """Fused steps of single parameters, each when its gradient has come.
 
     Args:
-        spec, state_format, step_count: as :class:`~fp16opt.engine.fused_step.FusedStep` has them.
+        state_format, step_count: as :class:`~fp16opt.engine.fused_step.FusedStep` has them.
     """
 
     def __init__(
         self,
-        spec: FusedStepSpec,
         optimizer: Optimizer,
         params: ParamTable,
         masters: Masters,
         state_format: StateFormat,
         step_count: Callable[[], int],
     ) -> None:
-        self.spec = spec
         self.optimizer = optimizer
         self.params = params
         self.masters = masters
@@ -199,10 +218,10 @@ class PerParameterStepper:
     def _group(self, number: int) -> GroupSettings:
         if number not in self._groups:
             group = self.optimizer.param_groups[number]
-            reason = groups_obstacle(self.spec, self.state_format, [(number, group)])
+            reason = group_obstacle(self.state_format, number, group)
             if reason:
                 raise CannotServe(reason)
-            self._groups[number] = GroupSettings.of(self.spec, self.state_format, group)
+            self._groups[number] = GroupSettings.of(self.state_format, group)
         return self._groups[number]
 
 
@@ -350,6 +369,7 @@ class ReleasingState(SummingState):
         scale = BackwardScale.of(scaler)
         self.stage = Releasing(scale, Arrivals(), () if loss is None else (loss,))
         self.backwards += 1
+        scaler.begin_backward()
         return scale
 
     def arrive(self, position: int) -> None:

@@ -1,7 +1,7 @@
 """Split masters: the model's own 16-bit weights and 16-bit remainders, 4 bytes a parameter instead of 6.
 
 What the wrapped optimizer's groups hold are placeholders: FP32 parameters of the right shape, on the right device,
-under which the optimizer keeps its state. Their values exist while they are stepped; else they read as nan.
+under which the optimizer keeps its state. They read as nan.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class SplitMasters:
     Remainders are plain tensors beside this rank's pieces of the weights.
 
     Args:
-        bits: of a master: 32, or 24, where only one-pass steps serve. Of 24 bits those of bfloat16 are rounded by the
-            number of the step.
+        bits: of a master: 32, or 24, of which those of bfloat16 are rounded by the number of the step.
     """
 
     keeps_gradients = False
@@ -311,12 +310,3 @@ def decoded(value: Tensor, master: Tensor) -> Tensor:
     made.__class__ = _decoded_class(type(made))
     made.__dict__[MASTER_OF] = master
     return made
-
-
-def check_plain(where: str, param: Tensor, master_weights: str) -> None:
-    """Raise ``ValueError`` for a parameter that is no plain tensor on this rank: its bytes can't be split."""
-    if type(local(param)).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise ValueError(
-            f'{where}: master_weights="{master_weights}" takes plain tensors and DTensors, got '
-            f'{type(param).__name__}. Use master_weights="full".'
-        )

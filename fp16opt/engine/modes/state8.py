@@ -13,8 +13,9 @@ from torch import Tensor
 from ...kernels import state8
 from ...kernels.pieces import WHOLE, Piece
 from ..dtensors import as_piece_of, cuts_of, is_sharded, local, piece_of, pieces
-from ..fused_registry import FUNCTORS, CannotServe, FusedStepSpec, check_fp32_state, new_counter
+from ..fused_registry import FUNCTORS, CannotServe, FusedStepSpec, check_fp32_state, fused_spec_for, new_counter
 from ..schema import HOW_SAVED, check_form, check_outside, is_ours
+from ..state_format import FullState, StateFormat
 
 LEAST, LEAST_ROW = 4096, 64
 """Elements from which on a parameter's state is kept in 8 bits: in all, and in one index of its first dimension."""
@@ -166,9 +167,24 @@ def _check_codes(name: str, tensor: object, master: Tensor) -> None:
     return None
 
 
-def has_eight_bits(spec: FusedStepSpec | None) -> bool:
-    """Whether there is an 8-bit format for a class's state: of torch's SGD, Adam and AdamW."""
-    return any(spec is FUNCTORS[name] for name in ("sgd", "adam", "adamw"))
+def make_state_format(asked: str, cls: type) -> StateFormat:
+    """How the state of optimizers of a class is kept.
+
+    Args:
+        asked: ``optimizer_state`` of the wrapper.
+
+    Raises:
+        ValueError: it has no form of 8 bits.
+    """
+    spec = fused_spec_for(cls)
+    if asked == "fp32":
+        return FullState(spec)
+    if spec is None or not any(spec is FUNCTORS[name] for name in ("sgd", "adam", "adamw")):
+        raise ValueError(
+            f'optimizer_state="8bit" needs the one-pass step, which can\'t be had: {cls.__name__} is not exactly SGD, '
+            'Adam or AdamW of torch.optim. Use optimizer_state="fp32".'
+        )
+    return EightBitState(spec)
 
 
 class EightBitState:
@@ -184,8 +200,8 @@ class EightBitState:
     needs_number = True
 
     def __init__(self, spec: FusedStepSpec) -> None:
+        self.spec = self._full = spec
         self._is_sgd = spec is FUNCTORS["sgd"]
-        self._full = spec
         if self._is_sgd:
             parts: dict[str, Any] = {"state_names": _momentum, "make_state": _make_momentum}
         else:

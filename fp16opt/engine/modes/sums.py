@@ -22,7 +22,7 @@ from ..dtensors import raw_grad, raw_grads, set_raw_grad
 from ..folded import FoldedGradient, is_folded, takes_place, unmark
 from ..gradients import StepState
 from ..look import Look
-from ..params import DeviceParams
+from ..params import HALF_DTYPES, DeviceParams
 from ..passes import DeviceGradients, NamingChanges
 from ..stage import BackwardScale, Check, GradientStamp, Grads, Scaled, Unscaled
 
@@ -52,6 +52,11 @@ class SummingState(StepState):
             self._mark([grad is None for grad in raw_grads(self.params.models)])
 
     def _check_can_sum(self) -> None:
+        if self.params.halves_stepped:
+            raise RuntimeError(
+                "a further loss scale in one step: gradients of several scales add up in FP32, and "
+                'master_weights="none" has no FP32 masters. Use master_weights="full", or one scaler.'
+            )
         if not (self.replicas.are_told or self.params.has_dtensors):  # FSDP2 shows gradients that are reduced
             refuse_ranks()
 
@@ -71,6 +76,11 @@ class SummingState(StepState):
         stage: Any = self.stage
         if not self.is_sum:
             self._check_can_sum()
+            if any(pair.has_master and pair.master.dtype in HALF_DTYPES for pair in self.params.all):
+                raise RuntimeError(
+                    'several loss scales in one step are added up in FP32, and master_weights="none" has no place for '
+                    "it. Use one scaler a step, or masters."
+                )
         if type(stage) is Unscaled and not stage.is_sum:
             self._check_reduced()
             self._free()
@@ -80,11 +90,11 @@ class SummingState(StepState):
             self.stage = stage._replace(stamp=stamp, check=check, unreduced=frozenset())
         elif type(stage) is not Unscaled:
             self.stage = Scaled(stage.scale, None, stage.losses)
-            self.fold(look, may_be_cleared=False)
+            self.fold(look)
         summed: Unscaled = self.stage
         return summed
 
-    def fold(self, look: Look, may_be_cleared: bool) -> None:
+    def fold(self, look: Look) -> None:
         """UNSCALED: add the model's gradients to the sums."""
         if self.replicas.local and self.params.elsewhere:
             raise RuntimeError(
@@ -103,7 +113,7 @@ class SummingState(StepState):
                 self.gradients.forget_true()
                 for each in self.gradients.each:
                     each.stats.reset()
-            elif may_be_cleared and _count_of_ranks() == 1:
+            elif stage.may_be_cleared and _count_of_ranks() == 1:
                 gone = [at for at, grad in enumerate(look.grads.tensors) if grad is None]
                 set_grads([self.params.masters[at] for at in gone], None)
             for each in self.gradients.each:

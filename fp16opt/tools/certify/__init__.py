@@ -6,7 +6,7 @@
 from .checks import certify
 from .closures import ClosureCalls, closure_calls
 from .report import Check, Report
-from .trials import Factory, factory_like
+from .trials import Factory
 
 __all__ = [
     "Check",
@@ -15,5 +15,4 @@ __all__ = [
     "Report",
     "certify",
     "closure_calls",
-    "factory_like",
 ]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,51 +81,6 @@ def check_factory(factory: object) -> None:
             f"optimizer_factory: expected a callable that takes parameters and returns an optimizer, "
             f"got {type(factory).__name__}."
         )
-
-
-def factory_like(optimizer: Optimizer, settings: dict[str, Any]) -> Factory:
-    """Makes optimizers of the same class with the same settings; ``optimizer`` itself is only looked at.
-
-    What the constructor takes beyond ``settings`` comes from the optimizer's attributes of the same names, where those
-    are numbers or words. A class that is built around another optimizer (Lookahead) gets one like the one it has.
-
-    Args:
-        optimizer: Of any class that takes parameters, or an optimizer, as its first argument.
-        settings: Of a param group, without its parameters. Tensors are copied to the CPU.
-
-    Returns:
-        A function from parameters to an optimizer. It raises what the class raises.
-    """
-    cls = type(optimizer)
-    arguments = [
-        name for name, parameter in inspect.signature(cls).parameters.items() if parameter.kind in _TAKEN_BY_NAME
-    ]
-    attributes = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
-    given = {name: value for name, value in {**attributes, **settings}.items() if name in arguments}
-    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    around = factory_like(inner[0], settings) if len(inner) == 1 and arguments[:1] != ["params"] else None
-
-    def make(params: list[Parameter]) -> Optimizer:
-        made: Optimizer = cls(params if around is None else around(params), **_copied(given))  # type: ignore[arg-type]
-        for group in made.param_groups:
-            group.update(_copied(settings))
-        return made
-
-    return make
-
-
-_PLAIN = (bool, int, float, str, type(None))
-_TAKEN_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    return copy.deepcopy(value)
 
 
 # -- stepping them ---------------------------------------------------------------------------------------------------

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import importlib
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +17,7 @@ from ...kernels.cuda_rows import KERNELS
 from ...kernels.planted import expected
 from ...kernels.proof import prove
 from .trials import ITERATIONS, Result, Trials
-from .where import Card, NoCard, Pretended, Where
+from .where import Card, NoCard
 
 __all__ = ["add_arguments", "answer"]
 
@@ -37,9 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write what was found there, to attach to an issue")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="the number of the card")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help=f"steps of each mode: {ITERATIONS}")
-    parser.add_argument(
-        "--pretend", action="store_true", help="on the device that the tests emulate; needs the source tree"
-    )
 
 
 def answer(given: argparse.Namespace, say: Say) -> int:
@@ -53,7 +47,7 @@ def answer(given: argparse.Namespace, say: Say) -> int:
         0 where every bit is the CPU's; 1 where one is not, or something raised; 2 where there is no card.
     """
     try:
-        where: Where = Pretended() if given.pretend else Card(given.device)
+        where = Card(given.device)
     except NoCard as error:
         say(f"fp16opt prove: {error}. {_WOULD}")
         return 2
@@ -62,10 +56,8 @@ def answer(given: argparse.Namespace, say: Say) -> int:
     logger.setLevel(logging.ERROR)  # steps are skipped on purpose
     facts = {"fp16opt": __version__, "the CPU's side": native.status(), **where.facts()}
     try:
-        with _progress(say) as progress:
-            kernels, trials = _work(where, given.iterations, progress)
+        kernels, trials = _work(where, given.iterations, say)
     finally:
-        where.close()
         logger.setLevel(level)
     seconds = round(time.perf_counter() - began, 1)
     wrong = [result for result in (*kernels, *trials) if result.words]
@@ -77,7 +69,7 @@ def answer(given: argparse.Namespace, say: Say) -> int:
     say(f"{len(kernels) + len(trials)} proofs, {bits:,} bits compared, {len(wrong)} wrong, {seconds} s")
     if given.json is not None:
         content = {
-            "command": "python -m fp16opt prove" + (" --pretend" if given.pretend else ""),
+            "command": "python -m fp16opt prove",
             "facts": facts,
             "seconds": seconds,
             "wrong": len(wrong),
@@ -88,10 +80,8 @@ def answer(given: argparse.Namespace, say: Say) -> int:
     return 1 if wrong else 0
 
 
-def _work(
-    where: Where, iterations: int, progress: Callable[[list[Task]], Iterator[Task]]
-) -> tuple[list[Result], list[Result]]:
-    """Do everything, one task after the other: (kernels, steps)."""
+def _work(where: Card, iterations: int, say: Say) -> tuple[list[Result], list[Result]]:
+    """Do everything, one task after the other, with a line for each ten: (kernels, steps)."""
 
     def kernel(name: str) -> Result:
         with where.serving():
@@ -102,7 +92,11 @@ def _work(
     for name in KERNELS:  # the CPU's side, where nothing is pretended yet
         expected(name)
     kernels: list[Task] = [(name, functools.partial(kernel, name)) for name in KERNELS]
-    found = [_tried(task) for task in progress([*kernels, *Trials(where, iterations).all()])]
+    tasks, found = [*kernels, *Trials(where, iterations).all()], []
+    for k, task in enumerate(tasks):
+        if k % 10 == 0:
+            say(f"{k} of {len(tasks)}: {task[0]}")
+        found.append(_tried(task))
     return found[: len(kernels)], found[len(kernels) :]
 
 
@@ -112,29 +106,6 @@ def _tried(task: Task) -> Result:
         return run()
     except Exception as error:
         return Result(name, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
-
-
-@contextlib.contextmanager
-def _progress(say: Say) -> Iterator[Callable[[list[Task]], Iterator[Task]]]:
-    """What goes over the tasks: with a bar where tqdm is installed, else with a line for each tenth."""
-    try:
-        tqdm: Any = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        tqdm = None
-
-    def barred(tasks: list[Task]) -> Iterator[Task]:
-        with tqdm(tasks, unit="proof", file=sys.stderr, leave=False) as bar:
-            for task in bar:
-                bar.set_description(task[0])
-                yield task
-
-    def plain(tasks: list[Task]) -> Iterator[Task]:
-        for k, task in enumerate(tasks):
-            if k % 10 == 0:
-                say(f"{k} of {len(tasks)}: {task[0]}")
-            yield task
-
-    yield plain if tqdm is None else barred
 
 
 def _record(result: Result) -> dict[str, Any]:

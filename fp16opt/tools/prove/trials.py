@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from ...optimizer import MixedPrecisionOptimizer
 from ...optimizers import lion
 from ...scaling import DynamicLossScaler
-from .where import Where
+from .where import Card
 
 _cuda: Any = torch.cuda
 ITERATIONS = 50
@@ -177,7 +177,7 @@ class Trials:
         iterations: steps of each.
     """
 
-    def __init__(self, where: Where, iterations: int = ITERATIONS) -> None:
+    def __init__(self, where: Card, iterations: int = ITERATIONS) -> None:
         self._where, self._iterations = where, iterations
 
     def all(self) -> list[tuple[str, Callable[[], Result]]]:

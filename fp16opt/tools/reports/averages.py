@@ -16,6 +16,7 @@ from ...engine.params import HALF_DTYPES
 
 _SUMS, _DIFFERENCES = {"add", "radd", "iadd", "sub", "isub"}, {"sub", "rsub"}
 _PRODUCTS = {"mul", "rmul", "imul", "div", "truediv", "itruediv"}
+_WATCHED = {"lerp"} | _SUMS | _DIFFERENCES | _PRODUCTS
 
 
 class Averages(TorchFunctionMode):
@@ -40,18 +41,15 @@ class Averages(TorchFunctionMode):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         name = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
-        if name == "lerp" or name in _SUMS | _PRODUCTS | _DIFFERENCES:
+        if name in _WATCHED:
             for result, *operands in _together(args[0] if made is None else made, *args):
                 self._look(name, result, operands, kwargs.get("alpha", 1))
         return made
 
     def _look(self, name: str, made: Any, operands: list[Any], alpha: Any) -> None:
-        if (
-            not isinstance(made, Tensor)
-            or made.dtype not in HALF_DTYPES
-            or made.grad_fn is not None
-            or self._is_held(made)
-        ):
+        if not isinstance(made, Tensor) or made.dtype not in HALF_DTYPES or made.grad_fn is not None:
+            return
+        if self._is_held(made):
             return
         tensors = [one for one in operands[:2] if isinstance(one, Tensor) and one.shape == made.shape]
         weights = [one for one in tensors if one.data_ptr() in self._params]

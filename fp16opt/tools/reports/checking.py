@@ -551,7 +551,7 @@ class Checking:
         )
 
     def _keeps_what_is_lost(self, optimizer: Optimizer) -> str:
-        """The setting by which an optimizer keeps updates that its 16-bit weights can't hold, or ""."""
+        """The setting by which an optimizer keeps updates that 16-bit weights can't hold; "" where there is none."""
         settings = {**vars(optimizer), **optimizer.param_groups[0]}
         keeps = (name for name, value in settings.items() if ("kahan" in name or "stochastic" in name) and value)
         return next(keeps, "")

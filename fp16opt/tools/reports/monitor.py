@@ -71,9 +71,9 @@ class Monitor:
 
     Every step: loss, loss scale, skip, norm before the clip, seconds. The loss is this rank's: the sum of those that
     ``backward`` or ``scale_loss`` got since the step before. It is not known under a GradScaler, of closures, and where
-    one of them was no single number. The first and then each ``every``-th step, for each parameter: see
-    ``fp16opt.tools.reports.monitor.NUMBERS``. Such a step reads gradients, masters and weights once more, and keeps of
-    large masters one element in 17 while it runs; the others cost a clock, a list and a copy of each loss.
+    one of them was no single number. The first and then each ``every``-th step, for each parameter: what
+    docs/reading-a-run.md lists. Such a step reads gradients, masters and weights once more, and keeps of large masters
+    one element in 17 while it runs; the others cost a clock, a list and a copy of each loss.
 
     It uses the optimizer's step hooks alone and changes nothing. Detach it with ``with`` or :meth:`detach`; where the
     last reference to the optimizer goes it goes too. Where masters are spread over ranks (FSDP2, ZeRO) all ranks make
@@ -427,24 +427,11 @@ class Monitor:
             self._places.append(self._rows.index(name))
 
 
-NUMBERS = {
-    "grad_norm": "norm of the unscaled gradient, before the clip",
-    "grad_largest": "its largest magnitude; where backwards are added up in FP32, that of any one backward's 16-bit "
-    "gradient, which is what overflows, and the shares below are over those of all backwards",
-    "zero": "share of its 16-bit elements that are zero",
-    "subnormal": "share of them that are subnormal: fewer bits than usual",
-    "underflow": "share of them that the loss depends on and FP16 does not hold as normal numbers: subnormal ones, and "
-    "zeros as far as subnormal ones make it likely that they are no true zeros",
-    "near_overflow": "share of them within a factor of 2 of the largest number of the dtype, or beyond",
-    "weight_norm": "norm of the master",
-    "update_ratio": "norm of the update over that of the master",
-    "update_ulps": "mean size of the update over the mean distance between 16-bit weights there",
-    "lost": "share of updates under half that distance: without masters they would be lost; where there are none, the "
-    "share of elements with a gradient that did not move",
-    "still": "share of elements with a gradient whose master did not move: what is lost with masters, too",
-    "distance": "norm of master minus weight over that of the master",
-}
-"""What a sample says of each row; None where there is nothing to say it of."""
+NUMBERS = (
+    *("grad_norm", "grad_largest", "zero", "subnormal", "underflow", "near_overflow"),
+    *("weight_norm", "update_ratio", "update_ulps", "lost", "still", "distance"),
+)
+"""What a sample says of each row, None where there is nothing to say it of; docs/reading-a-run.md says what each is."""
 
 
 def _folder(sample: _Sample, position: int) -> Callable[[Tensor], None]:

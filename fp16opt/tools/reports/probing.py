@@ -186,10 +186,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By module: its first."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operation = str(func).removeprefix("aten.").split(".")[0]
         given = args, kwargs = args, kwargs or {}
-        if operation.endswith("_"):  # it writes what it is given
-            given = _widened(given, copies=True)
+        operation = getattr(func, "__name__", str(func)).split(".")[0]
+        if operation.endswith("_") and any(one.dtype == torch.float16 for one in tensors_in(args[:1])):
+            given = _widened(given, copies=True)  # it writes what it is given
         made = func(*args, **kwargs)
         name = self.modules[-1] if self.modules else "the loss function"
         if name not in self.found and "empty" not in operation:

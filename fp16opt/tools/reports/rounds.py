@@ -34,6 +34,8 @@ _WRITE = {
 _CLEARED = ("zero_grad", "backward")
 """Methods of an optimizer that a round calls before its step."""
 _TAKE = inspect.unwrap(MixedPrecisionOptimizer.update_master_grads).__code__
+_WATCHED = {"step", "scale", "unscale_", *_CLEARED, *(code.co_name for code in (*_CLIPS, *_WRITE, _TAKE))}
+"""Names of the functions whose calls say something."""
 _OURS = Path(__file__).resolve().parents[2]
 _TORCH = Path(torch.__file__).resolve().parent
 
@@ -294,9 +296,9 @@ class Rounds:
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event not in ("call", "return"):
-            return
         code = frame.f_code
+        if code.co_name not in _WATCHED or event not in ("call", "return"):
+            return
         if event == "return":
             if code in _CLIPS:
                 self._clipped(frame, arg)
