@@ -31,7 +31,6 @@ from fp16opt import (
 )
 from fp16opt.fp16_utils import FP16_Optimizer
 from fp16opt.optimizers import Lion
-from fp16opt.tools.reports.findings import KEYS
 
 HALF, BF16 = torch.float16, torch.bfloat16
 Case = dict[str, Any]
@@ -623,10 +622,6 @@ def test_modes_that_a_loss_changes_are_put_back() -> None:
 
     assert check(model, loss, case["optimizer"]).findings == []
     assert all(module.training for module in model.modules())
-
-
-def test_every_key_is_planted() -> None:
-    assert {key for _, key, *_ in PLANTED.values()} == {*KEYS}
 
 
 def test_shares_are_by_layer_and_by_what_masters_would_keep() -> None:

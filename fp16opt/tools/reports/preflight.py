@@ -15,7 +15,7 @@ from ...engine import errors
 from ...engine.arguments import check_number
 from .checking import Checking
 from .findings import PreflightFinding, worst_first
-from .restoring import Loadable, model_as_it_was, optimizer_as_it_was, quiet
+from .restoring import Others, model_as_it_was, optimizer_as_it_was, quiet
 from .rounds import Rounds
 from .twins import held_by, params_of
 
@@ -71,15 +71,18 @@ def check(
     """Train for some steps, on your own batch, and say what 16 bits do to the training and what the loop does wrong.
 
     It looks at gradients that underflow or overflow and at the loss scale, at updates that 16-bit weights lose, at
-    activations near the end of FP16, at an ``eps`` that is 0 in FP16, at the dtype of autocast, at parameters that no
-    optimizer holds or that get no gradient, and at weights that the forward writes. With ``train_step`` it runs three
-    rounds of your own loop too, one of them with a gradient that overflows, and sees a clip that doesn't count, a
-    scheduler that moves although the step was skipped, gradients and weights that other lines write.
+    activations near the end of FP16, at operations inside of modules and buffers that overflow, at an ``eps`` that is 0
+    in FP16, at the dtype of autocast, at parameters that no optimizer holds or that get no gradient, and at weights
+    that the forward writes. With ``train_step`` it runs three rounds of your own loop too, one of them with a gradient
+    that overflows, and sees a clip that doesn't count, a scheduler that moves although the step was skipped, gradients
+    and weights that other lines write, gradients left over from the step before, micro-batches and averages that 16
+    bits don't hold, and that there is no step.
 
     The steps are those of a copy of the optimizer, which has FP32 masters where the optimizer has none: what is lost
     without them shows in it. Afterwards weights, buffers, gradients, modes and random number generators are as they
-    were, and so are, after ``train_step``, the optimizer, the scaler and the schedulers that it steps. What else
-    ``train_step`` or ``loss_fn`` moves, such as an iterator over data or an average of weights, stays moved.
+    were, and so are, after ``train_step``, the optimizers, the scalers and the schedulers that it steps, and other
+    modules' buffers. What else ``train_step`` or ``loss_fn`` moves, such as an iterator over data or an average of
+    weights, stays moved.
 
     Args:
         model: In the mode in which it is trained.
@@ -130,15 +133,12 @@ def check(
     _refuse_many_ranks()
     checked = Checking(model, loss_fn, held, scaler)
     outside = [param for param in params_of(held, model) if id(param) not in checked.names]
-    with quiet(), model_as_it_was(model, outside):
-        checked.train(steps, float(lr))
-    if train_step is not None and held is not None:
-        known = Loadable()
-        try:
-            with quiet(), model_as_it_was(model, outside), optimizer_as_it_was(held):
-                checked.loop(Rounds(model, train_step, held, scaler, known).run())
-        finally:
-            known.restore()
+    with quiet(), Others([*model.modules(), held, optimizer]) as others:
+        with model_as_it_was(model, outside):
+            checked.train(steps, float(lr))
+        if train_step is not None and held is not None:
+            with model_as_it_was(model, outside), optimizer_as_it_was(held):
+                checked.loop(Rounds(model, train_step, held, scaler, others).run())
     return Preflight(worst_first(checked.findings), checked.facts, checked.steps)
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.dtensors import is_sharded, local, raw_grads, set_raw_grad
+
+_OFF = 0.05
+"""The share of a module's range in FP32 by which its FP16 output may differ."""
 
 
 @dataclass
@@ -50,6 +54,33 @@ class Broken:
 
 
 @dataclass
+class Inside:
+    """An operation in a forward that makes inf of finite FP16 numbers, where FP32 would hold what it makes.
+
+    Attributes:
+        name: of the module in whose forward it stands.
+        operation: in torch's name.
+        largest: what it makes in FP32.
+        output: of the module.
+        in_fp32: of its output in FP32 from the same inputs; None where that could not be had.
+    """
+
+    name: str
+    operation: str
+    largest: float
+    output: Range | None = None
+    in_fp32: Range | None = None
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether the module gives what it would give in FP32, as a ``tanh`` does of inf."""
+        if self.output is None or self.in_fp32 is None:
+            return False
+        off = max(abs(self.output.least - self.in_fp32.least), abs(self.output.largest - self.in_fp32.largest))
+        return off < _OFF * max(abs(self.in_fp32.least), abs(self.in_fp32.largest))
+
+
+@dataclass
 class Reach:
     """How large one tensor is: the output of a module, or a scaled gradient.
 
@@ -79,6 +110,7 @@ class Run:
         gradients: by parameter name, this rank's pieces of the scaled ones.
         outputs: of modules, in the order in which the forward made them, up to one that is not finite.
         autocast: the dtypes that autocast chose, wherever a module ran under it.
+        inside: operations that overflow, where that was asked for.
     """
 
     loss: float
@@ -89,6 +121,7 @@ class Run:
     gradients: dict[str, Tensor]
     outputs: list[Reach]
     autocast: set[torch.dtype]
+    inside: list[Inside]
 
     @property
     def is_finite(self) -> bool:
@@ -140,6 +173,35 @@ def agreed(values: list[float], device: torch.device) -> list[float]:
     return found
 
 
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees which operations of a forward make inf of finite numbers in FP16. It waits for each."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.modules: list[str] = []
+        """Those whose forwards are running, the innermost last."""
+        self.found: dict[str, Inside] = {}
+        """By module: its first."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs = args, kwargs or {}
+        operation = getattr(func, "__name__", str(func)).split(".")[0]
+        if operation.endswith("_") and any(one.dtype == torch.float16 for one in tensors_in(args[:1])):
+            given = _widened(given, copies=True)  # it writes what it is given
+        made = func(*args, **kwargs)
+        name = self.modules[-1] if self.modules else "the loss function"
+        if name not in self.found and "empty" not in operation:
+            with contextlib.suppress(Exception):  # whatever can't be looked at is no reason to stop
+                halves = [one for one in tensors_in(made) if one.dtype == torch.float16]
+                if any(map(_is_beyond, halves)) and not any(map(_has_inf, tensors_in(given))):
+                    wide = range_of(func(*_widened(given[0]), **_widened(given[1])))
+                    if wide is not None and wide.is_finite:
+                        self.found[name] = Inside(name, operation, wide.largest)
+        return made
+
+
 class Probe:
     """Watches forwards and backwards of a model, and leaves the model as it was.
 
@@ -156,8 +218,11 @@ class Probe:
         self._shares = shares_gradients(model)
         self._busy = False
 
-    def run(self, scale: float) -> Run:
+    def run(self, scale: float, inside: bool = False) -> Run:
         """One forward, and one backward of the loss times ``scale`` where the forward was finite on all ranks. Syncs.
+
+        Args:
+            inside: whether to look at each operation of the forward, too.
 
         Raises:
             TypeError, ValueError: ``loss_fn`` gave no floating tensor, or not one element that requires grad.
@@ -167,17 +232,21 @@ class Probe:
         self._reached: list[tuple[str, Tensor, torch.dtype]] = []
         self._outputs: list[Reach] = []
         self._autocast: set[torch.dtype] = set()
+        self._operations = _Operations()
         with as_it_was(self.model, self._shares), torch.inference_mode(False), torch.enable_grad():
             hooks = [self.model.register_forward_pre_hook(self._enter, with_kwargs=True)]
+            hooks += [m.register_forward_pre_hook(self._begin) for m in self.model.modules()]
             hooks += [m.register_forward_hook(self._leave, with_kwargs=True) for m in self.model.modules()]
             try:
-                loss = self.loss_fn()
+                with self._operations if inside else contextlib.nullcontext():
+                    loss = self.loss_fn()
             finally:
                 for hook in hooks:
                     hook.remove()
             check_loss(loss)
             forward = self._input_is_finite, self._broken
-            run = Run(float(loss.detach()), loss.dtype, *forward, [], {}, self._outputs, self._autocast)
+            inner = list(self._operations.found.values())
+            run = Run(float(loss.detach()), loss.dtype, *forward, [], {}, self._outputs, self._autocast, inner)
             (worst,) = agreed([float(not run.is_finite)], local(loss).device)
             if worst:
                 gather_in(self.model)
@@ -195,12 +264,18 @@ class Probe:
         found = None if self._busy else range_of([args, kwargs])
         self._input_is_finite = self._input_is_finite and (found is None or found.is_finite)
 
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._operations.modules.append(self.names.get(id(module), "") or "the model")
+
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        name = self._operations.modules.pop()
         if self._busy or self._broken is not None:
             return
         outputs = list(tensors_in(output))
         found = range_of(outputs)
-        name = self.names.get(id(module), "") or "the model"
+        inner = self._operations.found.get(name)
+        if inner is not None and inner.output is None:
+            inner.output, inner.in_fp32 = found, self._in_fp32(module, args, kwargs)
         if found is not None and not found.is_finite:
             in_fp32 = self._in_fp32(module, args, kwargs)
             kind, has_children = type(module).__name__, next(module.children(), None) is not None
@@ -277,14 +352,25 @@ def _largest(grad: Tensor) -> Tensor:
     return torch.maximum(-least, most)
 
 
-def _widened(value: Any) -> Any:
-    """Floating tensors in nested containers as FP32."""
+def _is_beyond(value: Tensor) -> bool:
+    """Whether it holds inf. What is -inf may be a mask, of which a softmax makes 0."""
+    return bool((value == float("inf")).any())
+
+
+def _has_inf(value: Tensor) -> bool:
+    return bool(value.isinf().any())
+
+
+def _widened(value: Any, copies: bool = False) -> Any:
+    """Floating tensors in nested containers as FP32, and that dtype where FP16 is asked for."""
     if isinstance(value, Tensor):
-        return value.detach().float() if value.is_floating_point() else value
+        return value.detach().to(torch.float32, copy=copies) if value.is_floating_point() else value
+    if value is torch.float16:
+        return torch.float32
     if isinstance(value, dict):
-        return {key: _widened(part) for key, part in value.items()}
+        return {key: _widened(part, copies) for key, part in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_widened, value))
+        return type(value)(_widened(part, copies) for part in value)
     return value
 
 
@@ -312,14 +398,27 @@ def check_loss(loss: object) -> None:
 
 
 @contextlib.contextmanager
-def as_it_was(model: nn.Module, with_gradients: bool) -> Iterator[None]:
-    """Afterwards buffers and random number generators are as before, and, where asked for, parameters' gradients."""
+def buffers_as_they_were(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Afterwards these modules have the buffers of before, with their bits."""
     buffers = [
         (module._buffers, name, value, value.clone())
-        for module in model.modules()
+        for module in modules
         for name, value in module._buffers.items()
         if value is not None
     ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for place, name, value, copy in buffers:
+                place[name] = value
+                if not same_bits(value, copy):
+                    value.copy_(copy)
+
+
+@contextlib.contextmanager
+def as_it_was(model: nn.Module, with_gradients: bool) -> Iterator[None]:
+    """Afterwards buffers and random number generators are as before, and, where asked for, parameters' gradients."""
     params = list(model.parameters()) if with_gradients else []
     grads = raw_grads(params)
     # DDP writes the next gradients where the present ones are views of its buckets.
@@ -330,17 +429,13 @@ def as_it_was(model: nn.Module, with_gradients: bool) -> Iterator[None]:
     numpy_state = None if numpy is None else numpy.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), buffers_as_they_were(model.modules()):
             yield
     finally:
         random.setstate(state)
         if numpy is not None and numpy_state is not None:
             numpy.random.set_state(numpy_state)
         with torch.no_grad():
-            for place, name, value, copy in buffers:
-                place[name] = value
-                if not same_bits(value, copy):
-                    value.copy_(copy)
             for param, grad, kept in zip(params, grads, copies, strict=True):
                 set_raw_grad(param, grad)
                 if kept is not None and grad is not None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from ...engine.dtensors import raw_grads, set_raw_grad
 from ...engine.parts import is_wrapper
 from ...engine.snapshot import Snapshot
-from .probing import as_it_was, same_bits
+from .probing import as_it_was, buffers_as_they_were, same_bits
+from .twins import params_of
 
 
 @contextlib.contextmanager
@@ -29,14 +32,13 @@ def model_as_it_was(model: nn.Module, others: Iterable[Tensor] = ()) -> Iterator
         others: parameters that are trained too and are not the model's.
     """
     others = list(others)
-    weights = [(param, param.data, param.detach().clone()) for param in (*model.parameters(), *others)]
     grads = raw_grads(others)
     for param in others:
         set_raw_grad(param, None)
     modes = [(module, module.training) for module in model.modules()]
     trains = [(param, param.requires_grad) for param in model.parameters()]
     try:
-        with as_it_was(model, with_gradients=True):
+        with weights_as_they_were([*model.parameters(), *others]), as_it_was(model, with_gradients=True):
             yield
     finally:
         for module, mode in modes:
@@ -45,6 +47,15 @@ def model_as_it_was(model: nn.Module, others: Iterable[Tensor] = ()) -> Iterator
             param.requires_grad_(mode)
         for param, grad in zip(others, grads, strict=True):
             set_raw_grad(param, grad)
+
+
+@contextlib.contextmanager
+def weights_as_they_were(params: Iterable[Tensor]) -> Iterator[None]:
+    """Afterwards these parameters have the bits of before, in the memory of before."""
+    weights = [(param, param.data, param.detach().clone()) for param in params]
+    try:
+        yield
+    finally:
         with torch.no_grad():
             for param, memory, values in weights:
                 if param.data_ptr() != memory.data_ptr():
@@ -74,24 +85,42 @@ def optimizer_as_it_was(optimizer: Optimizer) -> Iterator[None]:
         before.restore()
 
 
-class Loadable:
-    """Objects with a ``state_dict``, each as it is when it is first seen, to go back to.
+class Others(contextlib.ExitStack):
+    """What a loop moves besides a model and its optimizer: afterwards each is as it was when it was first seen.
 
-    Schedulers and GradScalers are such.
+    Schedulers, GradScalers and other optimizers with what they step, which it is told of; buffers of other modules,
+    which it sees called.
+
+    Args:
+        known: who is put back elsewhere.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[Any, Any]] = {}
+    def __init__(self, known: Iterable[object]) -> None:
+        super().__init__()
+        self._seen: dict[int, object] = {}
+        for one in known:
+            self._know(one)
+        self.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Using .torch.compile.module.. when there are global hooks", UserWarning)
+        hook = register_module_forward_pre_hook(lambda module, _: self.see(module))
+        self.callback(hook.remove)
+
+    def _know(self, one: Any) -> None:
+        parts = (one.optimizer, one.inner) if is_wrapper(one) else ()
+        self._seen |= {id(each): each for each in (one, *parts)}
 
     def see(self, one: Any) -> None:
-        """Remember it, unless it was seen before."""
-        if id(one) not in self._seen:
-            self._seen[id(one)] = one, copy.deepcopy(one.state_dict())
-
-    def restore(self) -> None:
-        """Put all of them back."""
-        for one, state in self._seen.values():
-            one.load_state_dict(state)
+        """Remember it, unless it was seen before. An optimizer is seen before it clears gradients or steps."""
+        if id(one) in self._seen:
+            return
+        self._know(one)
+        if isinstance(one, nn.Module):
+            self.enter_context(buffers_as_they_were([one]))
+        elif isinstance(one, Optimizer):
+            self.enter_context(weights_as_they_were(params_of(one)))
+            self.enter_context(optimizer_as_it_was(one))
+        else:
+            self.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
 
 
 @contextlib.contextmanager

@@ -18,18 +18,24 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...engine.dtensors import raw_grad
+from ...engine.dtensors import raw_grad, version
 from ...engine.params import HALF_DTYPES
 from ...optimizer import MixedPrecisionOptimizer
+from .averages import Averages
 from .probing import same_bits
-from .restoring import Loadable
+from .restoring import Others
+from .twins import params_of
 
 _CLIPS = {inspect.unwrap(one).__code__: one.__name__ for one in (clip_grad_norm_, clip_grad_value_)}
 _BACKWARD = inspect.unwrap(MixedPrecisionOptimizer.backward).__code__
 _WRITE = {
     inspect.unwrap(one).__code__ for one in (MixedPrecisionOptimizer.write_masters, MixedPrecisionOptimizer.train)
 }
+_CLEARED = ("zero_grad", "backward")
+"""Methods of an optimizer that a round calls before its step."""
 _TAKE = inspect.unwrap(MixedPrecisionOptimizer.update_master_grads).__code__
+_WATCHED = {"step", "scale", "unscale_", *_CLEARED, *(code.co_name for code in (*_CLIPS, *_WRITE, _TAKE))}
+"""Names of the functions whose calls say something."""
 _OURS = Path(__file__).resolve().parents[2]
 _TORCH = Path(torch.__file__).resolve().parent
 
@@ -62,6 +68,11 @@ class Seen:
         schedulers: lines that stepped a scheduler in the round with the overflow.
         moved: a learning rate before and after that round, where one differs.
         skipped: whether that round's step was skipped; None where there was no such round.
+        steps: is 0 where the optimizer had no gradient in any step.
+        others: the ids of parameters that other optimizers stepped.
+        left: parameters whose gradients of an earlier step were still there, and were added to, at the next one.
+        added: how many 16-bit gradients were added up in 16 bits for one step, at most, and in which dtype.
+        averages: lines that average 16-bit weights in 16 bits.
         refused: what an optimizer of this library said when it refused a call, and where the script made it.
     """
 
@@ -72,6 +83,11 @@ class Seen:
     moved: tuple[float, float] | None = None
     skipped: bool | None = None
     refused: tuple[str, Place] | None = None
+    steps: int = 0
+    others: set[int] = field(default_factory=set)
+    left: list[str] = field(default_factory=list)
+    added: tuple[int, torch.dtype] = (0, torch.float32)
+    averages: list[Place] = field(default_factory=list)
 
 
 class Rounds:
@@ -84,7 +100,7 @@ class Rounds:
         train_step: one round, from the forward to the step.
         optimizer: which the round steps.
         scaler: the loop's GradScaler.
-        known: gets every scheduler and GradScaler that the loop uses, before it is used.
+        others: gets every scheduler, GradScaler, optimizer and module that the loop uses, before it is used.
     """
 
     def __init__(
@@ -93,16 +109,23 @@ class Rounds:
         train_step: Callable[[], Any],
         optimizer: Optimizer,
         scaler: torch.amp.GradScaler | None,
-        known: Loadable,
+        others: Others,
     ) -> None:
         self.seen = Seen()
         self._train_step = train_step
         self._optimizer = optimizer
         self._wrapper = optimizer if isinstance(optimizer, MixedPrecisionOptimizer) else None
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._known = known
+        self._others = others
+        self._held = {id(param) for param in params_of(optimizer)}
+        self._left: dict[str, tuple[Tensor, int]] = {}  # gradients after a step, with their versions
+        self._is_added_to: set[str] = set()  # parameters whose gradients of an earlier step got others on top
+        self._adds: dict[str, int] = {}  # how many are in a gradient
+        self._stepping = 0  # how many optimizers' steps are running, one in the other
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        halves = [param for param in self._params.values() if param.dtype in HALF_DTYPES]
+        self._averages = Averages(halves, self._averaged) if halves else contextlib.nullcontext()
         self._after_step: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}
         self._trained: str | None = None  # a parameter that gets gradients
@@ -115,9 +138,13 @@ class Rounds:
             Exception: What ``train_step`` raises, unless this library's optimizer has raised it to refuse a call.
         """
         if self._scaler is not None:
-            self._known.see(self._scaler)
+            self._others.see(self._scaler)
         handles: list[Any] = [
             param.register_post_accumulate_grad_hook(self._keeper(name))  # type: ignore[no-untyped-call]
+            for name, param in self._params.items()
+        ]
+        handles += [
+            param.register_hook(self._counter(name))  # type: ignore[no-untyped-call]
             for name, param in self._params.items()
         ]
         handles += [
@@ -147,7 +174,8 @@ class Rounds:
         try:
             sys.setprofile(self._profile)
             try:
-                self._train_step()
+                with self._averages:
+                    self._train_step()
             finally:
                 sys.setprofile(before)
         except RuntimeError as error:
@@ -201,16 +229,48 @@ class Rounds:
 
     # -- gradients and weights, by what they hold -----------------------------------------------------------------
 
+    def _counter(self, name: str) -> Callable[[Tensor], None]:
+        """Called before a gradient is added to those that are there."""
+
+        def count(_: Tensor) -> None:
+            grad = raw_grad(self._params[name])
+            if grad is None or (grad.layout is torch.strided and not bool(grad.any())):
+                self._adds[name] = 0
+                self._is_added_to.discard(name)
+            elif name in self._left and grad is self._left[name][0] and version(grad) == self._left[name][1]:
+                self._is_added_to.add(name)
+
+        return count
+
     def _keeper(self, name: str) -> Callable[[Tensor], None]:
         def keep(param: Tensor) -> None:
             self._trained = self._trained or name
             grad = raw_grad(param)
+            if grad is not None and grad.dtype in HALF_DTYPES:
+                self._adds[name] = self._adds.get(name, 0) + 1
             if self._wrapper is not None and type(grad) is Tensor and grad.layout is torch.strided:
                 self._grads[name] = grad.detach().clone()
 
         return keep
 
     def _before_step(self) -> None:
+        self._see_gradients()
+        self._see_writes()
+
+    def _see_gradients(self) -> None:
+        """What has been added up for the step that is to come."""
+        self.seen.steps += self._has_gradients()
+        for name in self._adds:
+            self.seen.added = max(self.seen.added, (self._adds[name], self._params[name].dtype), key=lambda one: one[0])
+        more = [name for name in self._params if name in self._is_added_to and name not in self.seen.left]
+        self.seen.left += [name for name in more if id(self._params[name]) in self._held]
+
+    def _has_gradients(self) -> bool:
+        sums = self._wrapper is not None and self._wrapper.grad_accumulation == "fp32"
+        held = (param for param in self._params.values() if id(param) in self._held)
+        return sums or any(raw_grad(param) is not None for param in held)
+
+    def _see_writes(self) -> None:
         if self._scaled and not self._taken:
             for name, kept in self._grads.items():
                 grad = raw_grad(self._params[name])
@@ -223,36 +283,58 @@ class Rounds:
                 self.seen.weights.append(name)
 
     def _when_stepped(self) -> None:
-        halves = {n: p for n, p in self._params.items() if p.dtype in HALF_DTYPES and raw_grad(p) is not None}
+        self.seen.steps += self._has_gradients()
+        grads = ((name, raw_grad(param)) for name, param in self._params.items() if id(param) in self._held)
+        self._left = {name: (grad, version(grad)) for name, grad in grads if grad is not None}
+        self._note_weights()
+
+    def _note_weights(self) -> None:
+        held = {name: param for name, param in self._params.items() if id(param) in self._held}
+        halves = {n: p for n, p in held.items() if p.dtype in HALF_DTYPES and raw_grad(p) is not None}
         self._after_step = {name: param.detach().clone() for name, param in halves.items()}
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event not in ("call", "return"):
-            return
         code = frame.f_code
+        if code.co_name not in _WATCHED or event not in ("call", "return"):
+            return
         if event == "return":
             if code in _CLIPS:
                 self._clipped(frame, arg)
             elif code in _WRITE and frame.f_locals.get("self") is self._wrapper and self._after_step:
-                self._when_stepped()  # masters were written, and the model follows
+                self._note_weights()  # masters were written, and the model follows
+            elif code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+                self._stepping -= 1
             return
         if code.co_name == "step":
             one = frame.f_locals.get("self")
             if isinstance(one, LRScheduler):
-                self._known.see(one)
+                self._others.see(one)
                 if self._overflows:
                     self._scheduled(frame)
+            elif isinstance(one, Optimizer):
+                self._others.see(one)
+                self._stepping += 1
+                self.seen.others |= {id(param) for param in params_of(one)} - self._held
+            elif isinstance(one, torch.amp.GradScaler) and frame.f_locals.get("optimizer") is self._optimizer:
+                self._see_gradients()
         elif code.co_name in ("scale", "unscale_"):
             one = frame.f_locals.get("self")
             if isinstance(one, torch.amp.GradScaler) and one.is_enabled():
-                self._known.see(one)
+                self._others.see(one)
                 self._scaled, self._unscaled = True, code.co_name == "unscale_"
-        elif code is _BACKWARD:
+        elif code.co_name in _CLEARED and isinstance(frame.f_locals.get("self"), Optimizer):
+            self._others.see(frame.f_locals["self"])
+        if code is _BACKWARD:
             self._scaled = frame.f_locals.get("update_master_grads", True)
         elif code is _TAKE:
             self._taken = True
+
+    def _averaged(self, frame: FrameType) -> None:
+        place = None if self._stepping else _caller(frame)
+        if place is not None and place not in self.seen.averages:
+            self.seen.averages.append(place)
 
     def _scheduled(self, frame: FrameType) -> None:
         place = _caller(frame)

@@ -40,13 +40,13 @@ def held_by(optimizer: object) -> Optimizer | None:
     return held
 
 
-def params_of(optimizer: Optimizer | None, model: nn.Module) -> list[Tensor]:
-    """The parameters that are stepped: the model's own, and not masters. Of None: those that train."""
+def params_of(optimizer: Optimizer | None, model: nn.Module | None = None) -> list[Tensor]:
+    """The parameters that are stepped: the model's own, and not masters. Of None: those of ``model`` that train."""
     if isinstance(optimizer, MixedPrecisionOptimizer):
         return list(optimizer.model_params())
     if optimizer is not None:
         return [param for group in optimizer.param_groups for param in group["params"]]
-    return [param for param in model.parameters() if param.requires_grad]
+    return [] if model is None else [param for param in model.parameters() if param.requires_grad]
 
 
 def twin_of(
