@@ -34,13 +34,16 @@ class Averages(TorchFunctionMode):
         super().__init__()
         self._params = {param.data_ptr(): param for param in params}
         self._tell = tell
+        self._names: dict[Any, str] = {}
         self._shares = WeakTensorKeyDictionary()
         """Weights times a number, or less another tensor: what an average adds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        name = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
         if name in _WATCHED:
             for result, *operands in _together(args[0] if made is None else made, *args):
                 self._look(name, result, operands, kwargs.get("alpha", 1))

@@ -188,9 +188,11 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args, kwargs = args, kwargs or {}
         operation = getattr(func, "__name__", str(func)).split(".")[0]
-        if operation.endswith("_") and any(one.dtype == torch.float16 for one in tensors_in(args[:1])):
-            given = _widened(given, copies=True)  # it writes what it is given
+        if operation.endswith("_") and isinstance(args[0], Tensor) and args[0].dtype == torch.float16:
+            given = _widened(given, copies=True)
         made = func(*args, **kwargs)
+        if isinstance(made, Tensor) and made.dtype != torch.float16:
+            return made
         name = self.modules[-1] if self.modules else "the loss function"
         if name not in self.found and "empty" not in operation:
             with contextlib.suppress(Exception):  # whatever can't be looked at is no reason to stop
