@@ -17,7 +17,24 @@ from ptx import _SHARED, Instruction, Program
 
 SOURCE = Path(__file__).resolve().parents[1] / "native" / "ptx_machine.cpp"
 OPS = (
-    *("add", "sub", "mul", "mulhi", "mulwide", "mad", "fma", "div", "rem", "rcp", "sqrt", "rsqrt", "neg", "abs", "min", "max"),
+    *(
+        "add",
+        "sub",
+        "mul",
+        "mulhi",
+        "mulwide",
+        "mad",
+        "fma",
+        "div",
+        "rem",
+        "rcp",
+        "sqrt",
+        "rsqrt",
+        "neg",
+        "abs",
+        "min",
+        "max",
+    ),
     *("and", "or", "xor", "not", "shl", "shr", "mov", "pack", "unpack", "selp", "cvt", "setp", "bfi", "prmt"),
     *("ldparam", "ldshared", "ldglobal", "stshared", "stglobal", "atomadd", "atomor", "bra", "ret", "bar", "shfl"),
     "nop",
