@@ -227,9 +227,7 @@ public:
         }
     }
     FP16OPT_HD void quick_set(int i, Eight<float>& p, const Made& made, const ChunkMarks& marks, Found& found) const {
-        if constexpr (!Kind::is_one) {
-            set<false, true>(i, p, kGroup, marks, found);
-        } else {
+        if constexpr (Kind::is_one) {
             marks.note(i, static_cast<const Half*>(models()), true, made.weights, kGroup, found);
             if constexpr (!Kind::is_split) {
                 p.store(singles() + i);

@@ -38,6 +38,7 @@ private:
 template <class Kind>
 struct CodedMemory {
     static constexpr bool is_one = Kind::is_one;
+    typedef typename MastersOf<Kind>::Made Made;
     GradsOf<Kind> grads;
     MastersOf<Kind> masters;
     ChunkMarks marks;
@@ -89,22 +90,18 @@ private:
     float* first_;
 };
 
-// Blocks of a step on a multiprocessor at a time: as many as have enough registers for what waits for arithmetic. With two in
-// place of three an H100 took a quarter longer.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+// Blocks of a step on a multiprocessor at a time: as many as have enough registers by the compilers of NVRTC 12 and 13, none of
+// which is to spill. What a step waits for is arithmetic: with two in place of three an H100 took a quarter longer.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1000)
 constexpr int kCodedBlocks = 3;
 #else
 constexpr int kCodedBlocks = 4;
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr bool kOldCard = true;
+constexpr int kAnyAdam8Blocks = 2;
 #else
-constexpr bool kOldCard = false;
+constexpr int kAnyAdam8Blocks = 3;
 #endif
-template <class Kind>
-constexpr FP16OPT_HD int coded_blocks(int of_any) {
-    return Kind::is_one ? kCodedBlocks : of_any;
-}
 
 // signed_code of a ratio, and root_code of the root of a share, of numbers that are in range.
 FP16OPT_HD uint32_t quick_ratio_code(float ratio, float units, uint32_t dither, float value) {
@@ -142,7 +139,7 @@ struct Adam8Of : StepCommon {
     };
     typedef CodedRows<Memory> Rows;
     static constexpr bool knows_cards = true;
-    static constexpr int blocks = coded_blocks<Kind>(kOldCard ? 2 : 3);
+    static constexpr int blocks = Kind::is_one ? kCodedBlocks : kAnyAdam8Blocks;
     static constexpr float least_square = 0x1p-100f, most_root = 0x1p40f, least_moved = 0x1p-40f;
 
     FP16OPT_HD Memory memory(const Lists& lists, const Chunk& chunk) const { return {*this, lists, chunk, 3, 4}; }
@@ -176,7 +173,6 @@ struct Adam8Of : StepCommon {
     static FP16OPT_HD bool quick(const Terms& terms, const Memory& memory, int i, const Raw& raw, Eight<float>& p, Kept& kept) {
         const AdamTerms<float>& s = terms.adam;
         bool fits = true;
-        if (!Kind::is_one) memory.masters.values(raw.master, p);
         const uint32_t dither = memory.dither_of(i);
         FP16OPT_UNROLL
         for (int k = 0; k < kGroup; ++k) {
@@ -202,9 +198,9 @@ struct Adam8Of : StepCommon {
 
     // By the operations of the specification, element after element. Roots are left in `own`.
     template <bool kWhole>
-    static FP16OPT_HD void step(const Terms& terms, const Memory& memory, int i, int left, Kept& kept, const Own& own, Found& found) {
+    static FP16OPT_HD void step(const Terms& terms, const Memory& memory, int i, int left, Eight<float>& p, Kept& kept, const Own& own) {
         Raw raw;
-        Eight<float> g, p;
+        Eight<float> g;
         get<kWhole>(memory, i, left, raw);
         memory.grads.widen_to(raw.grad, g);
         own.set(g.v);
@@ -227,20 +223,11 @@ struct Adam8Of : StepCommon {
             kept.largest = larger_of(now, kept.largest);
         }
         kept.ratios = raw.ratios;
-        memory.masters.template set<false, kWhole>(i, p, left, memory.marks, found);
     }
 
-    // Eight elements in aligned memory, of which `raw` is read.
-    static FP16OPT_HD void advance(const Terms& terms, const Memory& memory, int i, const Raw& raw, Kept& kept, const Own& own, Found& found) {
-        Eight<float> p;
-        typename MastersOf<Kind>::Made made;
-        kept.quick = terms.adam.adds_l2 ? quick<true>(terms, memory, i, raw, p, kept) : quick<false>(terms, memory, i, raw, p, kept);
-        kept.quick &= memory.masters.quick_make(i, p, made);
-        if (kept.quick) {
-            memory.masters.quick_set(i, p, made, memory.marks, found);
-        } else {
-            step<true>(terms, memory, i, kGroup, kept, own, found);
-        }
+    // `p` has the values of masters where the kernel does not know their kind.
+    static FP16OPT_HD bool try_quick(const Terms& terms, const Memory& memory, int i, const Raw& raw, Eight<float>& p, Kept& kept) {
+        return terms.adam.adds_l2 ? quick<true>(terms, memory, i, raw, p, kept) : quick<false>(terms, memory, i, raw, p, kept);
     }
 
     template <bool kWhole>
@@ -295,7 +282,7 @@ struct Sgd8Of : StepCommon {
     };
     typedef CodedRows<Memory> Rows;
     static constexpr bool knows_cards = true;
-    static constexpr int blocks = coded_blocks<Kind>(3);
+    static constexpr int blocks = Kind::is_one ? kCodedBlocks : 3;
 
     FP16OPT_HD Memory memory(const Lists& lists, const Chunk& chunk) const { return {*this, lists, chunk, 2, 3}; }
 
@@ -326,9 +313,9 @@ struct Sgd8Of : StepCommon {
 
     // By the operations of the specification, element after element. Momenta are left in `own`.
     template <bool kWhole>
-    static FP16OPT_HD void step(const Terms& terms, const Memory& memory, int i, int left, Kept& kept, const Own& own, Found& found) {
+    static FP16OPT_HD void step(const Terms& terms, const Memory& memory, int i, int left, Eight<float>& p, Kept& kept, const Own& own) {
         Raw raw;
-        Eight<float> g, p;
+        Eight<float> g;
         get<kWhole>(memory, i, left, raw);
         memory.grads.widen_to(raw.grad, g);
         own.set(g.v);
@@ -344,19 +331,16 @@ struct Sgd8Of : StepCommon {
             own.set(k, momentum);
             kept.largest = larger_of(kept.largest, k < left ? magnitude_of(momentum, uint32_t()) : 0.0f);
         }
-        memory.masters.template set<false, kWhole>(i, p, left, memory.marks, found);
     }
 
     // As Adam8Of's; there is no quotient.
-    static FP16OPT_HD void advance(const Terms& terms, const Memory& memory, int i, const Raw& raw, Kept& kept, const Own& own, Found& found) {
+    static FP16OPT_HD bool try_quick(const Terms& terms, const Memory& memory, int, const Raw& raw, Eight<float>& p, Kept& kept) {
         const SgdTerms<float>& s = terms.sgd;
-        Eight<float> g, p;
-        typename MastersOf<Kind>::Made made;
-        if (!Kind::is_one) memory.masters.values(raw.master, p);
-        kept.quick = true;
+        Eight<float> g;
+        bool fits = true;
         FP16OPT_UNROLL
         for (int k = 0; k < kGroup; ++k) {
-            p.v[k] = memory.masters.quick_value(raw.master, p, k, kept.quick);
+            p.v[k] = memory.masters.quick_value(raw.master, p, k, fits);
             g.v[k] = scale(unscale(memory.grads.value(raw.grad, k), s.inv_scale), s.coefficient);
         }
         if (s.adds_l2) {
@@ -378,12 +362,7 @@ struct Sgd8Of : StepCommon {
             kept.momenta[k] = moment_to_keep(kept.momenta[k]);
             kept.largest = larger_of(kept.largest, magnitude_of(kept.momenta[k], uint32_t()));
         }
-        kept.quick &= memory.masters.quick_make(i, p, made);
-        if (kept.quick) {
-            memory.masters.quick_set(i, p, made, memory.marks, found);
-        } else {
-            step<true>(terms, memory, i, kGroup, kept, own, found);
-        }
+        return fits;
     }
 
     template <bool kWhole>
@@ -438,17 +417,31 @@ FP16OPT_HD void work_in_rows(const WithTerms<Step>& o, const Lists& lists, const
         return memory.aligned && o.terms.quick && i + (kWarp - t % kWarp) * kGroup <= chunk.numel;
     };
     const auto advance = [&](int t, int i, const typename Step::Raw& raw, typename Step::Kept& kept) {
+        constexpr bool is_one = Step::Memory::is_one;
+        Eight<float> p;
+        typename Step::Memory::Made made;
         Found found{0.0, 0, 0};
         kept.largest = 0.0f;
-        Step::advance(o.terms, memory, i, raw, kept, Own(o.rows.values, t), found);
-        if (kMarks || !Step::Memory::is_one || !kept.quick) add_thread<Step::finds>(s, t, found);  // quick weights of one kind are finite
+        if (!is_one) memory.masters.values(raw.master, p);
+        kept.quick = Step::try_quick(o.terms, memory, i, raw, p, kept);
+        kept.quick &= memory.masters.quick_make(i, p, made);
+        if (is_one && kept.quick) {
+            memory.masters.quick_set(i, p, made, memory.marks, found);  // finite weights
+            if (!kMarks) return;
+        } else {
+            if (!kept.quick) Step::template step<true>(o.terms, memory, i, kGroup, p, kept, Own(o.rows.values, t));
+            memory.masters.template set<false, true>(i, p, kGroup, memory.marks, found);
+        }
+        add_thread<Step::finds>(s, t, found);
     };
     const auto advance_any = [&](int t, int i, typename Step::Kept& kept) {
         const int left = chunk.numel - i;
+        Eight<float> p;
         Found found{0.0, 0, 0};
         kept.largest = 0.0f;
         if (left <= 0) return;
-        Step::template step<false>(o.terms, memory, i, left, kept, Own(o.rows.values, t), found);
+        Step::template step<false>(o.terms, memory, i, left, p, kept, Own(o.rows.values, t));
+        memory.masters.set(i, p, left, memory.marks, found);
         add_thread<Step::finds>(s, t, found);
     };
     const auto keep_any = [&](int t, int i, typename Step::Kept& kept, float largest) {
@@ -456,25 +449,27 @@ FP16OPT_HD void work_in_rows(const WithTerms<Step>& o, const Lists& lists, const
         if (left > 0) Step::template keep<false>(memory, i, left, kept, Own(o.rows.values, t), largest);
     };
 #if defined(__CUDA_ARCH__)
-    const int t = int(threadIdx.x);
-    int i = t * kGroup;
+    // What a thread can find again is not kept in registers: its number is that of its place in the row.
+    const auto thread_at = [](int i) { return i / kGroup % kThreads; };
+    int i = int(threadIdx.x) * kGroup;
+    const int last = is_whole(int(threadIdx.x), i) ? chunk.numel - (kWarp - int(threadIdx.x) % kWarp) * kGroup : -1;
     typename Step::Raw raw;
-    if (is_whole(t, i)) Step::template get<true>(memory, i, kGroup, raw);
+    if (i <= last) Step::template get<true>(memory, i, kGroup, raw);
     FP16OPT_ROLLED
-    while (is_whole(t, i)) {
+    while (i <= last) {
         typename Step::Kept kept;
-        advance(t, i, raw, kept);
+        advance(thread_at(i), i, raw, kept);
         // Of the last row once more: where it depended on a branch what was read before would be kept in registers.
         const int next = i + kRow;
-        Step::template get<true>(memory, is_whole(t, next) ? next : i, kGroup, raw);
-        Step::template keep<true>(memory, i, kGroup, kept, Own(o.rows.values, t), largest_of_block(kept.largest));
+        Step::template get<true>(memory, next <= last ? next : i, kGroup, raw);
+        Step::template keep<true>(memory, i, kGroup, kept, Own(o.rows.values, thread_at(i)), largest_of_block(kept.largest));
         i = next;
     }
     FP16OPT_ROLLED
-    for (; i - t % kWarp * kGroup < chunk.numel; i += kRow) {
+    for (; i - thread_at(i) % kWarp * kGroup < chunk.numel; i += kRow) {
         typename Step::Kept kept;
-        advance_any(t, i, kept);
-        keep_any(t, i, kept, largest_of_block(kept.largest));
+        advance_any(thread_at(i), i, kept);
+        keep_any(thread_at(i), i, kept, largest_of_block(kept.largest));
     }
     __syncthreads();
 #else

@@ -1,6 +1,6 @@
 """What a step with 8-bit state executes for an element on a card, by kind of instruction, as its PTX says.
 
-    python tests/kernels/ptx_counts.py [--arch 90] [--kernels adam8 sgd8] [--ptxas PATH]
+    python tests/kernels/ptx_counts.py [--arch 90] [--kernels adam8 sgd8] [--any]
 
 Whole rows of 256 threads are executed on weights and state of a training, twice, with more rows the second time: the
 difference is what a row takes. A division, a root or a reciprocal that is rounded correctly is one instruction of PTX,
@@ -29,7 +29,8 @@ from ptx import Instruction  # noqa: E402
 
 from fp16opt.kernels import CastStats, multi_tensor_split, state8  # noqa: E402
 from fp16opt.kernels.changed import ChangedBits  # noqa: E402
-from fp16opt.kernels.cuda_rows import KERNELS, OPTIONS, source_of  # noqa: E402
+from fp16opt.kernels.cuda import OF_DTYPES  # noqa: E402
+from fp16opt.kernels.cuda_rows import KERNELS, OPTIONS, of_kind, source_of  # noqa: E402
 from fp16opt.kernels.nvrtc import find  # noqa: E402
 from fp16opt.kernels.operations import AdamOptions, Factors, SgdOptions  # noqa: E402
 
@@ -137,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--kernels", nargs="+", default=["adam8", "sgd8"])
-    parser.add_argument("--all", action="store_true", help="every kind of masters, not only split FP16 and BF16")
+    parser.add_argument("--any", action="store_true", help="the kernel for any masters, of FP32 gradients")
     given = parser.parse_args()
     library = ptx_machine.build(Path(tempfile.mkdtemp()))
     torch.set_num_threads(1)
@@ -145,16 +146,22 @@ def main() -> None:
     print(f"| kernel | weights, masters | registers | spills | {' | '.join(columns)} |")
     print("|---" * (4 + len(columns)) + "|")
     for name in given.kernels:
-        text, log = compiled(name, given.arch)
-        machine = ptx_machine.Machine(library, {name: text})
-        registers = re.findall(r"Used (\d+) registers", log)[0]
-        spills = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
         for dtype, short in ((torch.float16, "FP16"), (torch.bfloat16, "BF16")):
-            for masters in MASTERS if given.all else ("split",):
-                found = per_element(machine, name, dtype, masters, dtype)
+            for masters, rest in MASTERS.items():
+                if name.endswith("marking"):
+                    kernel, grads = name, dtype
+                else:
+                    kernel, grads = of_kind(name, OF_DTYPES[dtype, rest, dtype]), dtype
+                if given.any:
+                    kernel, grads = name, torch.float32
+                text, log = compiled(kernel, given.arch)
+                machine = ptx_machine.Machine(library, {kernel: text})
+                registers = re.findall(r"Used (\d+) registers", log)[0]
+                spills = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+                found = per_element(machine, kernel, dtype, masters, grads)
                 found["sum"] = sum(found[kind] for kind in KINDS)
-                cells = " | ".join(f"{found[column]:.1f}" for column in columns)
-                print(f"| {name} | {short}, {masters} | {registers} | {spills} | {cells} |", flush=True)
+                cells = " | ".join(f"{abs(found[column]):.1f}" for column in columns)
+                print(f"| {kernel} | {short}, {masters} | {registers} | {spills} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,9 @@ REGISTERS = dict.fromkeys(
     ),
     128,
 )  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
-REGISTERS |= dict.fromkeys(OF_KINDS, 64)  # four blocks; of any kind three, on cards before sm_80 two of Adam's
+REGISTERS |= dict.fromkeys(
+    OF_KINDS, 64
+)  # four blocks, three on cards before sm_80; of any kind three, there two of Adam's
 TWO_BLOCKS = (100, 120)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel, but three of CODED
 SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few numbers
 
@@ -226,7 +228,7 @@ def test_steps_divide_and_take_roots_as_the_cpu_does(compiled: Compiled) -> None
 
 
 def test_steps_of_8_bit_state_put_guesses_right(compiled: Compiled) -> None:
-    """Where eight elements allow it: else, and behind the last whole row, each is an instruction in a loop."""
+    """Where eight elements allow it: else, and behind the last whole row, a loop goes over them."""
     for name in ("Adam8Step", "Adam8Half32Step", "Adam8BFloat16FullStep"):
         used = instructions(compiled.kernels[name])
         l2 = 2  # with L2 and without
@@ -234,9 +236,7 @@ def test_steps_of_8_bit_state_put_guesses_right(compiled: Compiled) -> None:
         assert used["rcp.approx.ftz.f32"] == l2 * 8 + 1, "of what the move is divided by, and of the scale"
         assert used["fma.rn.f32"] >= l2 * 8 * (2 + 2 + 2 + 2 + 1 + 2 + 2) + 8 * 2 + 2
         assert used["sqrt.rn.f32"] == 2 * 2
-        assert used["div.rn.f32"] == 2 * 3, (
-            "the bias correction, the move, the ratio; the reciprocal of the scale is a rcp"
-        )
+        assert used["div.rn.f32"] == 2 * 3, "the bias correction, the move, the ratio"
         barriers = re.findall(r"bar\.sync", compiled.kernels[name])
         assert len(barriers) < 30, "none in a loop over rows"
 
@@ -283,8 +283,12 @@ def machine_of(compiled: Compiled, folder: Path) -> ptx_machine.Machine:
 
 
 # Of the instructions of a kernel, those that no call of the library reaches: masters in 32 bits where there are
-# remainders, counters of steps where a formula counts none.
-NEVER = {"split": 0.13, "split_marking": 0.11, "join": 0.07, "compare": 0.015, "sgd_marking": 0.011}
+# remainders, counters of steps where a formula counts none; and of 8-bit state those of weights that are infinite.
+NEVER = {
+    **{name: 0.016 for name in KERNELS if "8_" in name},
+    **{"adam8": 0.046, "adam8_marking": 0.046, "sgd8": 0.037, "sgd8_marking": 0.037, "adam8_half_24": 0.02},
+    **{"split": 0.13, "split_marking": 0.11, "join": 0.07, "compare": 0.015, "sgd_marking": 0.011},
+}
 OTHERS = [name for name in KERNELS if name not in (*cuda_rows.FIRST, "cast", "split", "join", "l2norm")]
 
 
@@ -363,7 +367,7 @@ def test_nothing_is_spilled_and_no_atomic_adds_numbers(compiled: Compiled) -> No
         assert spills == [("0", "0", "0")], f"{name}: {log}"
         (registers,) = re.findall(r"Used (\d+) registers", log)
         most = 128 if compiled.of[1] in TWO_BLOCKS else REGISTERS.get(name, 80)
-        if name in CODED and compiled.of[1] in TWO_BLOCKS:
+        if name in CODED and (compiled.of[1] in TWO_BLOCKS or compiled.of[1] < 80):
             most = 80
         if name.endswith("Adam8Step") and compiled.of[1] < 80:
             most = 128
