@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_devices, native
-from .calls import Call, CallCache, Operation
+from .calls import Call, CallCache
 from .changed import Marks
 from .cuda_driver import Card
 from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Kernel, marking, of_kind
@@ -134,6 +134,10 @@ def device_of(stream: Stream) -> Card:
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
+
+
+_WITH_KINDS = frozenset(name for name in KERNELS if of_kind(name, "half_full") in KERNELS)
+"""Kernels that have others beside them for lists of one kind of masters."""
 
 
 class Table:
@@ -298,15 +302,10 @@ def queue(kernel: Kernel, stream: Stream, values: Sequence[object], table: Table
     stream.hold(values)
 
 
-def _has_kinds(operation: Operation) -> bool:
-    """Whether there are kernels of it for one kind of masters each."""
-    return of_kind(operation.cuda, "half_full") in KERNELS and operation.lists[-1] == "models"
-
-
 def _name_for(call: Call) -> str:
     """The kernel without marks for a call's lists: one for the kind that all of them are, if there is one."""
     operation = call.operation
-    if not _has_kinds(operation):
+    if operation.cuda not in _WITH_KINDS or operation.lists[-1] != "models":
         return operation.cuda
     lists = (0, 1, len(operation.lists) - 1)
     found = {tuple(call.row(row)[which].dtype for which in lists) for row in call.plan.direct}
@@ -316,11 +315,12 @@ def _name_for(call: Call) -> str:
 
 def kernel_of(call: Call, marks: Marks | None) -> tuple[Kernel, tuple[Tensor | int, ...]]:
     """The kernel of a call, and the first fields of its functor: those of one that marks what it changes."""
-    if marks is None or not isinstance(marks[0], Tensor):
-        table = call.plan.compiled
-        is_known = isinstance(table, Table) and _has_kinds(call.operation)  # others may share the table of a site
-        return KERNELS[table.name if is_known else _name_for(call)], ()
-    return KERNELS[marking(call.operation.cuda)], marks
+    name, table = call.operation.cuda, call.plan.compiled
+    if marks is not None and isinstance(marks[0], Tensor):
+        return KERNELS[marking(name)], marks
+    if name in _WITH_KINDS:  # else operations may share the table of a site
+        name = table.name if isinstance(table, Table) else _name_for(call)
+    return KERNELS[name], ()
 
 
 def launch(
