@@ -502,6 +502,8 @@ class StepState(abc.ABC):
         if type(self.stage) in (Checked, Unscaled) and self.stage.scale.by.is_grad_scaler:
             raise errors.UPDATED_AFTER_UNSCALE()
         self._check_reduced()
+        if self.is_sum:
+            self.stage = self.stage._replace(is_asked=True)
         if type(self.stage) is Ready or self.is_sum:
             return
         if self._are_cleared(look.grads.tensors):
@@ -708,7 +710,9 @@ class StepState(abc.ABC):
         None where none has, the model has cleared them, a GradScaler decides, or not all ranks have heard of it.
         """
         stage = self.stage
-        is_checked = type(stage) is Checked or (type(stage) is Unscaled and (stage.is_closed or not stage.is_sum))
+        is_checked = type(stage) is Checked or (
+            type(stage) is Unscaled and (stage.is_closed or stage.is_asked or not stage.is_sum)
+        )
         if not is_checked or stage.scale.by.is_grad_scaler:
             return None
         grads = raw_grads(self.params.models)

@@ -341,6 +341,7 @@ class Unscaled(NamedTuple):
         is_closed: whether they were clipped or edited, which a further backward would undo.
         is_measured: whether the sums of squares that were found are those of the gradients as they are.
         unreduced: of sums, the ids of scalers whose part was made under DDP's no_sync; None where these are no sums.
+        is_asked: of sums, whether the user has asked what they are since the last was added: a check, as a clip is.
     """
 
     scale: BackwardScale
@@ -351,6 +352,7 @@ class Unscaled(NamedTuple):
     is_closed: bool = False
     is_measured: bool = True
     unreduced: frozenset[int] | None = None
+    is_asked: bool = False
 
     @property
     def is_sum(self) -> bool:

@@ -42,6 +42,8 @@ class TrueGradients:
             with torch.inference_mode(False):
                 self._make_readable(state)
         stage = state.stage
+        if type(stage) is Unscaled and stage.is_sum and not stage.is_asked:
+            state.stage = stage = stage._replace(is_asked=True)
         if type(stage) is Unscaled and stage.scale.by is not ScaledBy.ENGINE:
             reader = sys._getframe(2)
             if reader.f_code.co_name == "_unscale_grads_":  # torch's GradScaler is about to divide them

@@ -657,11 +657,11 @@ class Oracle:
 
     def _gives_up(self) -> bool:
         """Whether a call of the user's has found what is cleared now not to be finite."""
-        if not isinstance(self.stage, Checked) or self.stage.divided or self.driven_by:
+        if not isinstance(self.stage, Checked) or self.stage.divided:
             return False
         if not found_inf(list(self._trues().values())) or not self.with_grad():
             return False
-        if any(p.has_edit or p.touched for p in self.params.values()) or self.hook is not None:
+        if self.driven_by or any(p.has_edit or p.touched for p in self.params.values()) or self.hook is not None:
             raise Unspecified
         return True
 
@@ -1247,8 +1247,8 @@ class SummingOracle(Oracle):
         if isinstance(self.stage, Checked) and (self.stage.closed or there):
             raise Unspecified
         if isinstance(self.stage, Ready) and there:
-            if any(p.is_used for p in self.with_grad()):
-                raise Unspecified
+            if any(p.is_used for p in self.with_grad()) or not self.scale.is_one:
+                raise Unspecified  # a backward may have made them before their parameter joined the sums
             self._begin_anew()
             self.heard, self.pending = {}, self.scale
         self._look()
@@ -1316,10 +1316,8 @@ class SummingOracle(Oracle):
         self.pending, self.heard = None, {}
 
     def _gives_up(self) -> bool:
-        """Sums are checked by a clip alone, as a further batch may come to them."""
-        if not isinstance(self.stage, Checked) or self.driven_by or not found_inf(list(self._trues().values())):
-            return False
-        if self.stage.closed or self.pending is not None:
+        """Folding is no check, so that who has asked since is not known here."""
+        if isinstance(self.stage, Checked) and found_inf(list(self._trues().values())):
             raise Unspecified
         return False
 

@@ -469,7 +469,7 @@ def test_an_abandoned_batch_leaves_nothing(mode: Mode, scale: str, look: str, cl
     LOOKS[look](world)
     if clear == "opt":
         world.opt.zero_grad()
-        if look == "clip" or (look != "nothing" and not mode.folds):
+        if look != "nothing":
             world.reference.give_up()
     else:
         world.model_zero_grad()
