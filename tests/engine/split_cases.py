@@ -34,6 +34,7 @@ by_dtype = pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 
 def wrap(inner: torch.optim.Optimizer, mode: str = "split", **kwargs: Any) -> Any:
     settings = {"loss_scale": 64.0} if not kwargs.keys() & {"loss_scale", "scaler", "dynamic"} else {}
+    kwargs.setdefault("fused_step", True)  # split masters have it, also where nothing is compiled and "auto" would not
     return MixedPrecisionOptimizer(inner, master_weights=mode, **settings, **kwargs)
 
 
