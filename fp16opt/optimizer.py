@@ -24,7 +24,7 @@ from .engine.arguments import (
     open_group,
 )
 from .engine.attributes import convert_attributes
-from .engine.config import Config
+from .engine.config import Config, GradAccumulation, MasterWeights, OnModelWrite, OptimizerState
 from .engine.diagnostics import (
     Lines,
     Overflow,
@@ -194,11 +194,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         loss_scale: float | None = None,
         scaler: LossScaler | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        grad_accumulation: str = "model",
-        on_model_write: str = "refresh",
+        grad_accumulation: GradAccumulation = "model",
+        on_model_write: OnModelWrite = "refresh",
         fused_step: bool | str = "auto",
-        master_weights: str = "full",
-        optimizer_state: str = "fp32",
+        master_weights: MasterWeights = "full",
+        optimizer_state: OptimizerState = "fp32",
         gradient_release: bool = False,
         closure: str | None = None,
         track_changes: bool = False,

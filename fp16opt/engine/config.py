@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from .arguments import check_choice
 
+GradAccumulation = Literal["model", "fp32"]
+OnModelWrite = Literal["refresh", "error", "ignore"]
+MasterWeights = Literal["full", "none", "split", "split24"]
+OptimizerState = Literal["fp32", "8bit"]
+
 _CHOICES: dict[str, tuple[bool | str, ...]] = {
-    "grad_accumulation": ("model", "fp32"),
-    "on_model_write": ("refresh", "error", "ignore"),
+    "grad_accumulation": get_args(GradAccumulation),
+    "on_model_write": get_args(OnModelWrite),
     "fused_step": (False, True, "auto"),
-    "master_weights": ("full", "none", "split", "split24"),
-    "optimizer_state": ("fp32", "8bit"),
+    "master_weights": get_args(MasterWeights),
+    "optimizer_state": get_args(OptimizerState),
     "gradient_release": (False, True),
     "track_changes": (False, True),
 }
@@ -36,11 +42,11 @@ class Config:
         ValueError: one is none of these.
     """
 
-    grad_accumulation: str
-    on_model_write: str
+    grad_accumulation: GradAccumulation
+    on_model_write: OnModelWrite
     fused_step: bool | str
-    master_weights: str
-    optimizer_state: str
+    master_weights: MasterWeights
+    optimizer_state: OptimizerState
     gradient_release: bool | str
     closure: str | None = None
     track_changes: bool = False

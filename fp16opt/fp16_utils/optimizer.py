@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .. import scaling
 from ..engine.arguments import make_scaler as default_scaler
+from ..engine.config import GradAccumulation, OnModelWrite
 from ..engine.diagnostics import Overflow, SkipLog
 from ..engine.dtensors import raw_grads
 from ..engine.missing_scale import WayToScale
@@ -69,8 +70,8 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         verbose: bool = True,
         *,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        grad_accumulation: str = "model",
-        on_model_write: str = "refresh",
+        grad_accumulation: GradAccumulation = "model",
+        on_model_write: OnModelWrite = "refresh",
     ) -> None:
         scaler: scaling.LossScaler
         if dynamic_loss_scale:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 import pytest
 import torch
@@ -399,3 +399,14 @@ def test_trained_tensor_subclasses_are_refused_by_name_and_frozen_ones_stay() ->
     frozen.requires_grad_(True)
     with pytest.raises(ValueError, match=refusal):
         opt.step()
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def test_type_checkers_know_the_words_of_an_argument() -> None:
+    hints = get_type_hints(MixedPrecisionOptimizer.__init__)
+    assert hints["master_weights"] == Literal["full", "none", "split", "split24"]
+    assert hints["optimizer_state"] == Literal["fp32", "8bit"]
+    assert hints["grad_accumulation"] == Literal["model", "fp32"]
+    assert hints["on_model_write"] == Literal["refresh", "error", "ignore"]

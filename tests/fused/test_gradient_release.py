@@ -175,6 +175,18 @@ def test_what_an_interrupted_backward_found_is_forgotten_with_it() -> None:
     assert opt.state_dict()["steps"] == opt.stats()["steps"] == 1
 
 
+def test_a_backward_that_fails_before_a_gradient_came_leaves_nothing() -> None:
+    weight, frozen = (nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2))
+    opt = MixedPrecisionOptimizer(SGD([weight, frozen.requires_grad_(False)], lr=0.5), gradient_release=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        opt.backward(frozen.float().sum())
+    opt.step()
+    assert weight.tolist() == [1.0, 1.0]
+    opt.backward(weight.float().sum())
+    opt.step()
+    assert weight.tolist() == [0.5, 0.5]
+
+
 def test_a_checkpoint_ends_an_interruption() -> None:
     net, opt = made()
     saved, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(net.state_dict())

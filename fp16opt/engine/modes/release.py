@@ -20,7 +20,7 @@ from ... import kernels
 from ...kernels.lists import same_walk
 from ...kernels.steps import Factors, StepValues, run_step
 from ...scaling import LossScaler
-from ..dtensors import is_sharded, raw_grad, raw_grads, set_raw_grad
+from ..dtensors import any_raw_grad, is_sharded, raw_grad, raw_grads, set_raw_grad
 from ..fused_registry import CannotServe, steps_on_device
 from ..fused_step import GroupSettings, ParamState, group_obstacle, pieces_of
 from ..look import Look
@@ -440,8 +440,13 @@ class ReleasingState(SummingState):
         """No-op: autograd has called :meth:`end`."""
 
     def interrupt(self) -> None:
-        """INTERRUPTED: a backward raised while gradients were being taken."""
-        self.stage = Interrupted()
+        """INTERRUPTED: a backward raised while gradients were being taken; READY where none had come."""
+        stage = self.stage
+        has_none = not any_raw_grad(self.params.models)
+        if has_none and type(stage) is Releasing and not stage.arrivals.came:
+            self.reset()
+        else:
+            self.stage = Interrupted()
         self.end()
 
     # -- the step ----------------------------------------------------------------------------------------------------
