@@ -1050,6 +1050,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         flags = [] if skipped is False else self.gradients.flags()
         step = state.step or Step(self.outcome.counts)
         self.outcome.record(check, skipped, flags, self.gradients.stats, step)
+        state.steps += 1
         state.reset()
 
     def _after_step(self, check: Check, skipped: bool | Tensor) -> None:

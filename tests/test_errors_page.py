@@ -588,17 +588,19 @@ R, T, V, L = RuntimeError, TypeError, ValueError, None  # L: logged, not raised
 W = UserWarning
 
 
-def apart(monkeypatch: pytest.MonkeyPatch, lr: float, asked: Asked) -> None:
-    """Another rank has this rate, and asks for this."""
+CLIP = Asked(2.0, 1.0)
+
+
+def apart(monkeypatch: pytest.MonkeyPatch, lr: float, asked: Asked, mine: Asked = CLIP) -> None:
+    """Another rank has this rate, and asks for this where this one asks for ``mine``."""
     one = Training()
 
-    def gathered(mine: Any, _group: Any) -> list[Any]:
-        lines = mine[1]
-        other = [(key, line.replace("lr=0.1", f"lr={lr}")) for key, line in lines]
-        return [mine, (settings.words_of(asked), other, set())]
+    def gathered(told: Any, _group: Any) -> list[Any]:
+        other = [(key, line.replace("lr=0.1", f"lr={lr}")) for key, line in told[1]]
+        return [told, (settings.words_of(asked), other, set())]
 
     monkeypatch.setattr(settings, "gather", gathered)
-    settings.Settings(one.inner).refuse(Asked(2.0, 1.0), None, False)
+    settings.Settings(one.inner).refuse(mine, None, False)
 
 
 def settings_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -606,7 +608,7 @@ def settings_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    apart(monkeypatch, 0.1, Asked(None))
+    apart(monkeypatch, 0.1, CLIP._replace(steps=2), CLIP._replace(steps=3))
 
 
 def saved_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,8 @@ def words_of(asked: Asked) -> str:
         most = "" if asked.max_norm is None else f"{asked.max_norm:g}, "
         call = f"clip_master_grads({most}norm_type={asked.norm_type:g})"
     clips = f"{asked.turn} clip{'s' if asked.turn > 1 else ''}"
-    return f"{call}, after {clips} of these gradients" if asked.turn else call
+    call = f"{call}, after {clips} of these gradients" if asked.turn else call
+    return f"{call}, of step {asked.steps + 1}"
 
 
 def _extend(values: array[float], items: Iterable[Any]) -> None:

@@ -558,7 +558,7 @@ ANOTHER_ORDER = Refusal(
     RuntimeError,
     """ranks called in another order: rank 0 has come to {one}, rank {rank} to {other}. {when}. Call
     clip_master_grads, with one max_norm and norm_type, and step alike on every rank, also where a rank has no
-    gradients.""",
+    gradients. A rank that has left a step out is a step behind: load the last checkpoint.""",
 )
 
 SAME_CALLS = "Every rank must make the same calls in the same order; put no `if rank == 0:` around save, load or step."

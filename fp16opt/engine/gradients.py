@@ -57,6 +57,7 @@ class StepState(abc.ABC):
         ranks: where the masters' other parts are, if any.
         replicas: which ranks share gradients with this one, if any.
         backwards: how many have begun.
+        steps: how many were taken or skipped since this was made, which all ranks do alike.
         ahead: how many steps parameters have taken that ``step`` is yet to count: none, but where backward steps them.
     """
 
@@ -77,7 +78,7 @@ class StepState(abc.ABC):
         self.sums = sums
         self.ranks = ranks
         self.replicas = Replicas()
-        self.backwards = 0
+        self.backwards = self.steps = 0
         self.stage: Any = Ready(backwards=LossScaler.backwards)
         self.step: Step | None = None
         self.own_scaler = own_scaler
@@ -536,7 +537,7 @@ class StepState(abc.ABC):
                 lambda param: (of is None or id(param) in of) and counted(param),
             )
         mine = [one for _, one in check.found]
-        asked = Asked(norm_type, max_norm, check.turn)
+        asked = Asked(norm_type, max_norm, check.turn, self.steps)
         found, norm, has_grads, origin = self.ranks.agree(mine, asked, power, check.has_grads, self.losses)
         every = tuple((scaler, one) for (scaler, _), one in zip(check.found, found, strict=True))
         norms = check.norms
@@ -724,7 +725,8 @@ class StepState(abc.ABC):
         return check if self.ranks.alone or check.is_agreed else None
 
     def forget(self) -> None:
-        """READY: a checkpoint was loaded. Gradients that are incomplete stay so."""
+        """READY: a checkpoint was loaded, by all ranks. Gradients that are incomplete stay so."""
+        self.steps = 0
         if type(self.stage) is not Interrupted:
             self.reset(keeps_true=False)
 

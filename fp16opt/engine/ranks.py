@@ -57,11 +57,13 @@ class Asked(NamedTuple):
         norm_type: p of the norm; None for verdicts alone.
         max_norm: of the clip that wants the norm.
         turn: how many such messages were sent since these gradients were taken.
+        steps: how many steps this rank has taken by then, skipped ones included.
     """
 
     norm_type: float | None
     max_norm: float | None = None
     turn: int = 0
+    steps: int = 0
 
 
 class Origin(NamedTuple):

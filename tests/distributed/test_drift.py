@@ -38,11 +38,11 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a clip": (
         lambda opt: opt.clip_master_grads(1.0),
-        ORDER + "step(), rank 1 to clip_master_grads(1, norm_type=2). Nothing was clipped",
+        ORDER + "step(), of step 3, rank 1 to clip_master_grads(1, norm_type=2), of step 3. Nothing was clipped",
     ),
     "a clip by the largest": (
         lambda opt: opt.clip_master_grads(0.5, math.inf),
-        ", rank 1 to clip_master_grads(0.5, norm_type=inf). Nothing",
+        ", rank 1 to clip_master_grads(0.5, norm_type=inf), of step 3. Nothing",
     ),
 }
 
@@ -85,6 +85,31 @@ def drifts(rank: int, size: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["fsdp2", "zero"])
 def test_what_one_rank_does_otherwise_all_hear_of(two: World, how: str) -> None:
     two.run(drifts, how)
+
+
+def leaves_out(rank: int, size: int) -> None:
+    """Rank 1 gives its step up after the clip; its pieces would stay a step behind."""
+    for gives_up in (False, True):
+        net, opt = made("fsdp2")
+        for number in range(2):
+            opt.zero_grad()
+            opt.backward(loss_of(net, number, rank))
+            opt.clip_master_grads(1.0)
+            if number == 0 or rank == 0:
+                opt.step()
+        if gives_up and rank == 1:
+            opt.zero_grad()
+        opt.zero_grad()
+        opt.backward(loss_of(net, 2, rank))
+        message = raised(RuntimeError, lambda opt=opt: opt.clip_master_grads(1.0))
+        assert "clip_master_grads(1, norm_type=2), of step 3, rank 1 to " in message
+        assert "clip_master_grads(1, norm_type=2), of step 2. Nothing" in message
+        assert "load the last checkpoint" in message
+
+
+def test_a_step_that_one_rank_leaves_out_is_told_by_all(two: World) -> None:
+    """ZeRO's steps send weights themselves, so that one that is left out ends in a message that waits."""
+    two.run(leaves_out)
 
 
 def agrees(rank: int, size: int, how: str) -> None:
