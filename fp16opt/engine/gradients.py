@@ -192,7 +192,7 @@ class StepState(abc.ABC):
             self.gradients.check(look, stage.scale.inv_scale)
             stage = stage._replace(check=self._found_anew(stage), is_measured=stage.factor is None)
         elif type(stage) is Unscaled:
-            set_grads([self.params.masters[at] for at in gone], [None] * len(gone))
+            set_grads([self.params.masters[at] for at in gone], None)
             self.gradients.measure()
             true_stamp = stage.true_stamp.without(gone)  # which is no edit
             stage = stage._replace(true_stamp=true_stamp, check=self._found_anew(stage), is_measured=True)

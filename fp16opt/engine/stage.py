@@ -19,7 +19,7 @@ from ..kernels import backends
 from ..kernels.readings import Rows
 from ..kernels.tensor_lists import any_there, are_references_to, references_to, types_of
 from ..scaling import LossScaler
-from .dtensors import is_sharded, local, raw_grads, versions
+from .dtensors import any_sharded, is_sharded, local, pieces, raw_grads, versions
 from .params import HALF_DTYPES
 
 Grads = Sequence["Tensor | None"]
@@ -113,7 +113,8 @@ class GradientStamp:
 
     Attributes:
         reading: what was read of them, with versions; None where that is not known.
-        references: weak ones, to each gradient.
+        references: weak ones, to each gradient; of DTensors to their pieces, as torch moves no module of which weak
+            references to a gradient are held.
         is_empty: whether there was none.
     """
 
@@ -121,7 +122,7 @@ class GradientStamp:
         tensors, self.reading = _read(grads)
         self._versions = versions(tensors) if self.reading is None else None
         self._digests = _digests(tensors) if self.reading is None else {}
-        self.references = references_to(tensors)
+        self.references = references_to(_pieces(tensors))
         self.is_empty = not any_there(tensors)
 
     @classmethod
@@ -135,13 +136,14 @@ class GradientStamp:
         if len(tensors) != len(self.references):  # of others nothing is known
             return [], []
         is_same = reading is not None and self.reading is not None and reading.has_counts_of(self.reading)
-        if is_same and are_references_to(self.references, tensors):
+        held = _pieces(tensors)
+        if is_same and are_references_to(self.references, held):
             return [], []
         counted, known = versions(tensors) if reading is None else reading.counts, self._counts()
         digests = _digests(tensors, self._digests) if self._digests else {}
-        if counted == known and digests == self._digests and are_references_to(self.references, tensors):
+        if counted == known and digests == self._digests and are_references_to(self.references, held):
             return [], []
-        each = enumerate(zip(self.references, known, tensors, counted, strict=True))
+        each = enumerate(zip(self.references, known, held, counted, strict=True))
         moved = [
             position
             for position, (a, v, b, w) in each
@@ -152,7 +154,7 @@ class GradientStamp:
 
     def is_of(self, position: int, grad: Tensor | None) -> bool:
         """Whether this is the tensor that was there, in whatever version."""
-        return grad is not None and are_references_to([self.references[position]], [grad])
+        return grad is not None and are_references_to([self.references[position]], _pieces([grad]))
 
     def without(self, positions: Iterable[int]) -> GradientStamp:
         """The same, but that there was no gradient at these positions."""
@@ -167,7 +169,7 @@ class GradientStamp:
             came_from: by new position, the old one; None for a parameter that came.
             now: by new position, what counts as known of those that came.
         """
-        come, counted, known = references_to(now), versions(now), self._counts()
+        come, counted, known = references_to(_pieces(now)), versions(now), self._counts()
         places = {old: at for at, old in enumerate(came_from) if old is not None}
         made = copy.copy(self)
         made.reading = None
@@ -188,6 +190,11 @@ def _read(grads: Grads) -> tuple[Sequence[Tensor | None], Any]:
         return grads, None
     reading = grads.reading
     return grads.tensors, reading if reading is not None and reading.types in ([Tensor], []) else None
+
+
+def _pieces(grads: Grads) -> Grads:
+    """Of DTensors this rank's pieces."""
+    return pieces(grads) if any_sharded(grads) else grads
 
 
 def _digests(grads: Grads, positions: Iterable[int] | None = None) -> dict[int, int]:

@@ -369,6 +369,27 @@ def test_gradients_that_are_left_over_or_edited(two: World) -> None:
     two.run(gradients_of_others)
 
 
+def moved(rank: int, size: int, options: dict[str, Any]) -> None:
+    """RL trainers move the model between phases, with the gradients of the last step still there."""
+    ends = []
+    for moves in (False, True):
+        net = sharded(Net())
+        opt = wrap(net, **options)
+        for number in range(3):
+            step(net, opt, number, rank)
+            if moves:
+                net._apply(lambda tensor: tensor.clone())  # as net.cpu() and net.to(device) do
+        ends.append([full(p) for p in net.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fused_step": True}, {"fused_step": True, "master_weights": "split"}], ids=str
+)
+def test_a_model_that_is_moved_after_its_step(two: World, options: dict[str, Any]) -> None:
+    two.run(moved, options)
+
+
 def unsynchronised(rank: int, size: int) -> None:
     """FSDP2 adds gradients up itself while synchronisation is off; only the last backward shows them."""
     made = []
