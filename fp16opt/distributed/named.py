@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..engine import checkpoint
 from ..engine.arguments import clean
-from ..engine.dtensors import is_sharded
+from ..engine.dtensors import is_sharded, local
 from ..engine.modes import state8
 from ..engine.params import HALF_DTYPES, not_in_model
 from ..engine.parts import Wrapper, inside
@@ -66,8 +66,8 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
 
     Tensors are references to the live ones: DTensors where the masters are, and under ZeRO this rank's part; split
     masters are made for this call. Before the first step the state is a template of zeros, so that ``dcp.load`` knows
-    what to fill in; param_groups say so (``fresh``), and :func:`load_state_dict` then leaves the state to the first
-    step.
+    what to fill in; param_groups say so (``fresh``), and where it is still all zeros :func:`load_state_dict` leaves
+    the state to the first step.
 
     Args:
         model: the module that ``opt`` trains, or DDP around it. Names are without ``module.``.
@@ -178,6 +178,11 @@ def load_state_dict(
     if not ranks.alone:
         meet("load_state_dict()", ranks.group)
     names: dict[int, str] = everywhere(lambda: names_of(model, opt))
+    everywhere(lambda: _check_outside(state_dict))
+    is_filled = _is_filled(state_dict)
+    if is_filled if ranks.alone else any(gather(is_filled, ranks.group)):
+        groups = [{**group, "fresh": False} for group in state_dict["param_groups"]]
+        state_dict = {**state_dict, "param_groups": groups}
     left_out = IncompatibleKeys([], [])
     if not strict:
         members = [[names[id(param)] for param in group] for group in _model_groups(wrapper)]
@@ -203,13 +208,11 @@ def load_state_dict(
 def _completed(
     model: nn.Module, opt: Optimizer, members: list[list[str]], names: dict[int, str], sd: Any
 ) -> tuple[dict[str, Any], IncompatibleKeys]:
-    _check_outside(sd)
     return completed(sd, state_dict(model, opt), members, wrapper_of(opt), names)
 
 
 def _check(wrapper: Wrapper, names: dict[int, str], sd: Any) -> None:
     """Raise for what can be seen without sending anything."""
-    _check_outside(sd)
     _check_groups(sd["param_groups"], wrapper, names)
     for pair in wrapper.params.all:
         _check_value(sd["masters"], names[id(pair.model)], pair.master)
@@ -224,6 +227,14 @@ def _check_outside(sd: object) -> None:
     for key in ("masters", "state", "counts"):
         if not isinstance(sd.get(key, {}), Mapping):
             raise TypeError(f"state_dict: {key} must be a dict, got {type(sd[key]).__name__}. {_HOW}")
+
+
+def _is_filled(sd: Mapping[str, Any]) -> bool:
+    """Whether this is the template of an optimizer before its first step, into which the user has put state."""
+    groups = sd["param_groups"]
+    is_template = isinstance(groups, list) and all(isinstance(one, Mapping) and one.get("fresh") for one in groups)
+    values = (value for entry in sd["state"].values() if isinstance(entry, Mapping) for value in entry.values())
+    return is_template and any(isinstance(value, Tensor) and bool(local(value).any()) for value in values)
 
 
 def _check_groups(groups: Any, wrapper: Wrapper, names: dict[int, str]) -> None:

@@ -23,6 +23,7 @@ from torch.optim import SGD, Adagrad, AdamW
 from distributed.models import Net, assert_alike, loss_of
 from distributed.world import World, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
+from fp16opt.engine.dtensors import local
 
 HOWS = ("fsdp2", "ddp", "zero", "none")
 LR = 1e-2
@@ -162,6 +163,31 @@ def by_hand(rank: int, size: int, folder: str) -> None:
 
 def test_the_dict_goes_through_torchs_own_functions(two: World, tmp_path: Path) -> None:
     two.run(by_hand, str(tmp_path))
+
+
+def filled(rank: int, size: int) -> None:
+    """What a user puts into a fresh template is loaded; of one left as it was the state is left to the first step."""
+    for how in ("fsdp2", "ddp"):
+        model, opt = make(how)
+        train(model, opt, range(2))
+        trained = distributed.state_dict(model, opt)
+        for puts in (False, True):
+            net, fresh = make(how)
+            template = distributed.state_dict(net, fresh)
+            template["masters"] = trained["masters"]
+            if puts:
+                template["state"] = trained["state"]
+            distributed.load_state_dict(net, fresh, template)
+            assert bool(fresh.optimizer.state) == puts
+            kept = distributed.state_dict(net, fresh)
+            for name, master in trained["masters"].items():
+                assert torch.equal(local(kept["masters"][name]), local(master))
+                if puts:
+                    assert torch.equal(local(kept["state"][name]["exp_avg"]), local(trained["state"][name]["exp_avg"]))
+
+
+def test_a_template_that_the_user_has_filled_is_loaded_whole(two: World) -> None:
+    two.run(filled)
 
 
 def refused_loads(rank: int, size: int, folder: str) -> None:
