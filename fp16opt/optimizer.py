@@ -35,7 +35,7 @@ from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec
 from .engine.gradients import StepState
 from .engine.look import Look
-from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
+from .engine.masters import Masters, NoMasters, on_memory_of, own_masters
 from .engine.missing_scale import WayToScale, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
 from .engine.modes import state8
@@ -56,7 +56,6 @@ from .engine.true_gradients import TrueGradients
 from .engine.wrapped_step import (
     HOOKS,
     STEP_HOOKS_OF_ALL,
-    Stepper,
     WrappedOptimizerGuard,
     WrappedStep,
     extras,
@@ -246,7 +245,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         kinds: dict[str, Callable[[], Masters]] = {
-            "full": FullMasters,
+            "full": Masters,
             "none": NoMasters,
             "split": SplitMasters,
             "split24": functools.partial(SplitMasters, 24),
@@ -278,7 +277,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         sums, scaler = self.grad_accumulation == "fp32", _weakly(me, _scaler_of, self.scaler)
         parts = self.params, self.gradients, scaler, self.device, sums, ranks
         self.step_state: StepState
-        self._stepper: Stepper
+        self._stepper: OnePassStep | WrappedStep | ReleasedStep
         if self.gradient_release:
             self.step_state = released = ReleasingState(*parts, model_writes=self.model_writes)
             released.stepper = self._make_stepper(weakref.proxy(released))
@@ -289,7 +288,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._true_gradients = TrueGradients(self.step_state)
         own_masters(self.params, self._true_gradients, self.masters.mixed_in)
 
-    def _make_stepper(self, state: StepState) -> Any:
+    def _make_stepper(self, state: StepState) -> OnePassStep | WrappedStep:
         why = no_fused_step(type(self.inner)) if self.fused_step else "fused_step=False"
         general = WrappedStep(self.optimizer, self.params, self.masters, why, self.inner)
         if not self.fused_step or self._spec is None:

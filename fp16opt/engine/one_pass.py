@@ -436,7 +436,7 @@ class OnePassStep:
         return f"general ({reason})" if reason else "fused"
 
     def takes_scaled(self) -> bool:
-        """See :class:`Stepper`. Where a kernel stepped before and does not any more, a warning says once why.
+        """See :class:`.WrappedStep`. Where a kernel stepped before and does not any more, a warning says once why.
 
         Raises:
             RuntimeError: there is no other way to step; or a CUDA graph is being captured, and steps are rounded by
@@ -469,13 +469,13 @@ class OnePassStep:
             self.lines.tell(errors.NOT_IN_ONE_PASS, reason=reason)
 
     def skips_on_device(self, look: Look) -> bool:
-        """See :class:`Stepper`."""
+        """See :class:`.WrappedStep`."""
         if self.reason():
             return bool(self.fallback.skips_on_device(look))
         return all(steps_on_device(each.device) for each in self.params.devices)
 
     def counts_steps(self) -> bool:
-        """See :class:`Stepper`."""
+        """See :class:`.WrappedStep`."""
         return self.spec.needs_number or self.masters.needs_number
 
     def _number(self) -> int:
@@ -484,7 +484,7 @@ class OnePassStep:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        """See :class:`Stepper`."""
+        """See :class:`.WrappedStep`."""
         self.rounded_all = bool(self._last_reason)
         if self.rounded_all:
             if self._has_served:

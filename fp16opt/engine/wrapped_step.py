@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,39 +34,6 @@ HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-
-
-class Stepper(Protocol):
-    """What steps the masters. After it masters and model agree, but for masters that the user wrote.
-
-    Attributes:
-        rounded_all: whether the last step wrote all masters into the model, also those that the user wrote.
-    """
-
-    @property
-    def rounded_all(self) -> bool: ...
-
-    def takes_scaled(self) -> bool:
-        """Whether the next step takes gradients still scaled; else they are unscaled before it."""
-
-    def skips_on_device(self, look: Look) -> bool:
-        """Whether the next step can be skipped on the device, by a flag that the host does not read. No sync."""
-
-    def counts_steps(self) -> bool:
-        """Whether a step rounds by its number, so that the host must know how many were taken before it."""
-
-    def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, with the wrapped optimizer's hooks. Whatever the step or one of its hooks raises comes out.
-
-        Args:
-            look: what this call has seen; no code of the user's has run since.
-            step: is marked right before the first write and after the last one, both within the hooks.
-            found_inf: float32, 0-dim, exactly 0.0 or 1.0: where it is 1.0 nothing is written. None: decided already.
-            closure: handed to the wrapped optimizer where that steps itself.
-        """
-
-    def describe(self) -> str:
-        """For the wrapper's repr."""
 
 
 # -- step hooks --------------------------------------------------------------------------------------------------------
@@ -239,12 +206,17 @@ def guard_open(optimizer: Optimizer) -> Iterator[None]:
 
 
 class WrappedStep:
-    """Steps the wrapped optimizer itself.
+    """Steps the wrapped optimizer itself. After a step masters and model agree, but for masters that the user wrote.
+
+    :class:`.one_pass.OnePassStep` and :class:`.modes.release.ReleasedStep` are asked the same.
 
     Args:
         optimizer: its groups hold the masters of ``params``.
         why: what :meth:`describe` says of it.
         part: inside of ZeroRedundancyOptimizer, the one that steps this rank's part.
+
+    Attributes:
+        rounded_all: whether the last step wrote all masters into the model, also those that the user wrote.
     """
 
     def __init__(
@@ -263,23 +235,38 @@ class WrappedStep:
         self.rounded_all = True
 
     def takes_scaled(self) -> bool:
-        """False: a wrapped optimizer reads true FP32 gradients."""
+        """Whether the next step takes gradients still scaled; else, as here, they are unscaled before it."""
         return False
 
     def skips_on_device(self, look: Look) -> bool:
-        """Where torch's own fused steps serve by torch's found_inf protocol."""
+        """Whether the next step can be skipped on the device, by a flag that the host does not read. No sync.
+
+        Where torch's own fused steps serve by torch's found_inf protocol.
+        """
         return supports_found_inf(self.optimizer, [device.device for device in self.params.devices])
 
     def counts_steps(self) -> bool:
-        """False: the optimizer counts for itself."""
+        """Whether a step rounds by its number, so that the host must know how many were taken before it.
+
+        False: the optimizer counts for itself.
+        """
         return False
 
     def describe(self) -> str:
-        """Why no kernel steps."""
+        """For the wrapper's repr: why no kernel steps."""
         return f"general ({self.why})"
 
     def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        """See :class:`Stepper`. Masters are ordinary parameters while the optimizer steps them."""
+        """Step, with the wrapped optimizer's hooks. Whatever the step or one of its hooks raises comes out.
+
+        Masters are ordinary parameters while the optimizer steps them.
+
+        Args:
+            look: what this call has seen; no code of the user's has run since.
+            step: is marked right before the first write and after the last one, both within the hooks.
+            found_inf: float32, 0-dim, exactly 0.0 or 1.0: where it is 1.0 nothing is written. None: decided already.
+            closure: handed to the wrapped optimizer where that steps itself.
+        """
         with ordinary_parameters(self.params):
             loss = run_step(self.optimizer, step, found_inf, closure)
         self.round_down()
@@ -312,7 +299,7 @@ def run_step(
     Args:
         step: is marked around the class's own code, within its hooks; around these too where the step is not in torch's
             frame, or was put in the place of the class's.
-        found_inf: as for :meth:`Stepper.step`.
+        found_inf: as for :meth:`WrappedStep.step`.
     """
     note_step(optimizer)
     step = Step() if step is None else step
@@ -345,7 +332,7 @@ def run_code(
     later than the others'), and on a CPU it leaves whole vectors of 16-bit parameters as they were.
 
     Args:
-        found_inf: as for :meth:`Stepper.step`; handed over by torch's protocol. Gradients are unscaled already.
+        found_inf: as for :meth:`WrappedStep.step`; handed over by torch's protocol. Gradients are unscaled already.
         code: called with the optimizer, then with what is ``given`` and ``named``.
     """
     unfused = [group for group, missing, there in _fused_momentum_groups(optimizer) if missing and there]

@@ -24,7 +24,6 @@ from ..dtensors import any_raw_grad, is_sharded, raw_grad, raw_grads, set_raw_gr
 from ..fused_registry import CannotServe, steps_on_device
 from ..look import Look
 from ..model_writes import ModelWrites
-from ..one_pass import OnePassStep
 from ..params import ParamPair
 from ..passes import DeviceGradients
 from ..stage import BackwardScale, Check, Interrupted
@@ -173,7 +172,7 @@ class ReleasingState(SummingState):
         slots: of all parameters, in the order of the table.
     """
 
-    stepper: OnePassStep
+    stepper: Any
 
     def __init__(self, *given: Any, model_writes: ModelWrites) -> None:
         super().__init__(*given)
@@ -461,7 +460,7 @@ class ReleasingState(SummingState):
 
 
 class ReleasedStep:
-    """A :class:`~fp16opt.engine.wrapped_step.Stepper` for parameters that were stepped in backward."""
+    """The step, as :class:`~fp16opt.engine.wrapped_step.WrappedStep` is one, where backward has stepped parameters."""
 
     rounded_all = False
 
