@@ -99,6 +99,26 @@ def _number(bits: int, kind: str) -> Any:
     return _signed(bits, size) if kind[0] == "s" else bits & ((1 << size) - 1)
 
 
+def _fused(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of float32, rounded once: the product is exact in float64, and the sum is rounded there to odd."""
+    product, added = np.float64(a) * np.float64(b), np.float64(c)
+    total = product + added
+    if not np.isfinite(total):
+        return np.float32(total)
+    back = total - product
+    rest = (product - (total - back)) + (added - back)
+    if rest != 0 and not int(total.view(np.uint64)) & 1:
+        total = np.nextafter(total, np.float64(np.inf if rest > 0 else -np.inf))
+    return np.float32(total)
+
+
+def _down(a: Any, b: Any) -> Any:
+    """a + b of float32, rounded down; their sum is exact in float64."""
+    exact = np.float64(a) + np.float64(b)
+    near = np.float32(exact)
+    return np.nextafter(near, np.float32(-np.inf)) if near > exact else near
+
+
 def _bits(number: Any, kind: str) -> int:
     if kind in _FLOATS:
         if np.isnan(number):  # a card has one for all
@@ -280,7 +300,7 @@ class Thread:
         self._apply(i, i.parts[-1], function)
 
     def _do_add(self, i: Instruction) -> None:
-        self._two(i, lambda a, b: a + b)
+        self._two(i, _down if "rm" in i.parts else lambda a, b: a + b)
 
     def _do_sub(self, i: Instruction) -> None:
         self._two(i, lambda a, b: a - b)
@@ -297,6 +317,9 @@ class Thread:
     def _do_mad(self, i: Instruction) -> None:
         self._apply(i, i.parts[-1], lambda a, b, c: a * b + c)
 
+    def _do_fma(self, i: Instruction) -> None:
+        self._apply(i, i.parts[-1], _fused)
+
     def _do_div(self, i: Instruction) -> None:
         kind = i.parts[-1]
         self._apply(
@@ -311,6 +334,13 @@ class Thread:
 
     def _do_sqrt(self, i: Instruction) -> None:
         self._apply(i, i.parts[-1], np.sqrt)
+
+    def _do_rsqrt(self, i: Instruction) -> None:
+        self._apply(i, i.parts[-1], lambda a: type(a)(1) / np.sqrt(a))
+
+    def _do_shfl(self, i: Instruction) -> None:
+        """Of a thread alone: what it gives itself."""
+        self._set(i.operands[0].split("|")[0], self._value(i.operands[1]))
 
     def _do_neg(self, i: Instruction) -> None:
         self._apply(i, i.parts[-1], lambda a: -a)

@@ -47,7 +47,11 @@ MAPPING = {
     "Renew": (True, True),
 }
 STEPS = ("AdamStep", "AmsgradStep", "SgdStep", "MomentumStep", "LionStep", "Adam8Step", "Sgd8Step")
-STEPPING = dict.fromkeys(STEPS, (True, True))
+OF_KINDS = [
+    f"{name}{w}{kept}Step" for name in ("Adam8", "Sgd8") for w in ("Half", "BFloat16") for kept in ("Full", 32, 24)
+]
+CODED = ["Adam8Step", "Sgd8Step", "MarkingAdam8Step", "MarkingSgd8Step", *OF_KINDS]  # of 8-bit state
+STEPPING = dict.fromkeys((*STEPS, *OF_KINDS), (True, True))
 # Those that write weights have one that marks beside them.
 MARKING = [f"Marking{name}" for name in ("Cast", "Split", *STEPS)]
 FINDING |= dict.fromkeys(MARKING[:2], (True, True))
@@ -57,16 +61,17 @@ REGISTERS = dict.fromkeys(
     (
         "AdamStep",
         "AmsgradStep",
-        "Adam8Step",
         "MarkingAdamStep",
         "MarkingAmsgradStep",
-        "MarkingAdam8Step",
         "MarkingMomentumStep",
         "MarkingLionStep",
     ),
     128,
 )  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
-TWO_BLOCKS = (100, 120)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
+REGISTERS |= dict.fromkeys(
+    OF_KINDS, 64
+)  # four blocks, three on cards before sm_80; of any kind three, there two of Adam's
+TWO_BLOCKS = (100, 120)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel, but three of CODED
 SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few numbers
 
 # The oldest card, which has the fewest instructions, by `--all`. The others are compiled for with `-m slow`.
@@ -188,16 +193,19 @@ def test_arithmetic_is_exact(compiled: Compiled) -> None:
     for name, body in compiled.kernels.items():
         used = instructions(body)
         assert sum(used.values()) > (10 if name in SINGLE else 50), "the reader sees instructions"
+        guesses = {"rcp.approx.ftz.f32", "rsqrt.approx.ftz.f32"} if name in CODED else set()
         inexact = [op for op in used if re.search(r"approx|ftz|\.full|^ex2|^lg2|^rsqrt|^rcp(?!\.rn)|^sin|^cos", op)]
-        assert not inexact, f"{name} uses {inexact}"
+        assert set(inexact) <= guesses, f"{name} uses {inexact}"
+        floors = {"add.rm.f32"} if name in CODED else set()
         rounded = [op for op in used if re.match(r"(add|sub|mul|div|sqrt|fma)\..*f(32|64)$", op)]
-        assert all(".rn." in op for op in rounded), f"{name} uses {rounded}"
+        assert all(".rn." in op or op in floors for op in rounded), f"{name} uses {rounded}"
 
 
 def test_nothing_is_fused(compiled: Compiled) -> None:
+    """But for what puts guesses of roots and quotients right, and an exact product: see csrc/functors/quick.h."""
     for name, body in compiled.kernels.items():
         fused = {op for op in instructions(body) if op.startswith("fma")}
-        assert not fused, f"{name} uses {fused}"
+        assert fused <= ({"fma.rn.f32"} if name in CODED else set()), f"{name} uses {fused}"
 
 
 def test_sums_of_squares_add_floats_where_they_may(compiled: Compiled) -> None:
@@ -217,9 +225,20 @@ def test_steps_divide_and_take_roots_as_the_cpu_does(compiled: Compiled) -> None
     assert used["cvt.rn.f16.f32"] > 0, "float16 weights are rounded in the pass"
     assert not instructions(compiled.kernels["SgdStep"])["div.rn.f32"]
     assert not instructions(compiled.kernels["MomentumStep"])["div.rn.f32"]
-    used = instructions(compiled.kernels["Adam8Step"])
-    assert used["sqrt.rn.f32"] == 16, "of v, and of its share of the block's largest"
-    assert used["div.rn.f32"] == 3 * 8, "the bias correction, the move, the ratio; the reciprocal of the scale is a rcp"
+
+
+def test_steps_of_8_bit_state_put_guesses_right(compiled: Compiled) -> None:
+    """Where eight elements allow it: else, and behind the last whole row, a loop goes over them."""
+    for name in ("Adam8Step", "Adam8Half32Step", "Adam8BFloat16FullStep"):
+        used = instructions(compiled.kernels[name])
+        l2 = 2  # with L2 and without
+        assert used["rsqrt.approx.ftz.f32"] == l2 * 8 + 8, "of v, and of its share of the block's largest"
+        assert used["rcp.approx.ftz.f32"] == l2 * 8 + 1, "of what the move is divided by, and of the scale"
+        assert used["fma.rn.f32"] >= l2 * 8 * (2 + 2 + 2 + 2 + 1 + 2 + 2) + 8 * 2 + 2
+        assert used["sqrt.rn.f32"] == 2 * 2
+        assert used["div.rn.f32"] == 2 * 3, "the bias correction, the move, the ratio"
+        barriers = re.findall(r"bar\.sync", compiled.kernels[name])
+        assert len(barriers) < 30, "none in a loop over rows"
 
 
 @pytest.mark.parametrize("name", list(WIDE))
@@ -264,8 +283,12 @@ def machine_of(compiled: Compiled, folder: Path) -> ptx_machine.Machine:
 
 
 # Of the instructions of a kernel, those that no call of the library reaches: masters in 32 bits where there are
-# remainders, counters of steps where a formula counts none.
-NEVER = {"split": 0.13, "split_marking": 0.11, "join": 0.07, "compare": 0.015, "sgd_marking": 0.011}
+# remainders, counters of steps where a formula counts none; and of 8-bit state those of weights that are infinite.
+NEVER = {
+    **{name: 0.016 for name in KERNELS if "8_" in name},
+    **{"adam8": 0.046, "adam8_marking": 0.046, "sgd8": 0.037, "sgd8_marking": 0.037, "adam8_half_24": 0.02},
+    **{"split": 0.13, "split_marking": 0.11, "join": 0.07, "compare": 0.015, "sgd_marking": 0.011},
+}
 OTHERS = [name for name in KERNELS if name not in (*cuda_rows.FIRST, "cast", "split", "join", "l2norm")]
 
 
@@ -344,6 +367,10 @@ def test_nothing_is_spilled_and_no_atomic_adds_numbers(compiled: Compiled) -> No
         assert spills == [("0", "0", "0")], f"{name}: {log}"
         (registers,) = re.findall(r"Used (\d+) registers", log)
         most = 128 if compiled.of[1] in TWO_BLOCKS else REGISTERS.get(name, 80)
+        if name in CODED and (compiled.of[1] in TWO_BLOCKS or compiled.of[1] < 80):
+            most = 80
+        if name.endswith("Adam8Step") and compiled.of[1] < 80:
+            most = 128
         assert int(registers) <= most, f"{name}: fewer blocks fit than were reckoned with"
     for name, body in compiled.kernels.items():
         used = instructions(body)
