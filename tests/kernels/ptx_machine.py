@@ -35,13 +35,31 @@ OPS = (
         "min",
         "max",
     ),
-    *("and", "or", "xor", "not", "shl", "shr", "mov", "pack", "unpack", "selp", "cvt", "setp", "bfi", "prmt"),
+    *(
+        "and",
+        "or",
+        "xor",
+        "not",
+        "shl",
+        "shr",
+        "mov",
+        "pack",
+        "unpack",
+        "selp",
+        "cvt",
+        "setp",
+        "bfi",
+        "bfe",
+        "shf",
+        "prmt",
+    ),
     *("ldparam", "ldshared", "ldglobal", "stshared", "stglobal", "atomadd", "atomor", "bra", "ret", "bar", "shfl"),
     "nop",
 )
 TYPES = ["u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "pred"]
 COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"]
 SPECIAL = ("%tid.x", "%ntid.x", "%ctaid.x", "%nctaid.x")
+SINKS = ("tmp", "_")  # registers that compilers name for what they don't want
 WITHOUT_VALUES = ("bar", "membar", "fence")
 
 
@@ -65,6 +83,10 @@ def build(folder: Path) -> ctypes.CDLL:
         flags = ["-std=c++17", "-O2", "-frounding-math", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
         subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
+
+
+def _is_register(text: str) -> bool:
+    return text.startswith("%") or text in SINKS
 
 
 def _type(text: str) -> int:
@@ -114,11 +136,11 @@ class Code:
     def _gather(self, i: Instruction) -> None:
         if i.parts[0] == "bra" or (i.parts[0] == "ld" and i.parts[1] == "param"):
             texts = self._tokens(i)[: -1 if i.parts[0] == "ld" else 0] + ([i.guard.lstrip("!")] if i.guard else [])
-            texts = [text for text in texts if text.startswith("%")]
+            texts = [text for text in texts if _is_register(text)]
         else:
             texts = [text.partition("+")[0] for text in self._tokens(i)]
         for text in texts:
-            if text.startswith("%"):
+            if _is_register(text):
                 self._slots.setdefault(text, 0)
             else:
                 self._constants.setdefault(self._value(text), 0)
@@ -132,7 +154,7 @@ class Code:
 
     def slot(self, text: str) -> int:
         """Where an operand lies."""
-        if text.startswith("%"):
+        if _is_register(text):
             return self._slots[text]
         value = self._value(text)
         if value not in self._constants:
@@ -176,6 +198,8 @@ class Code:
                 made.type, made.source = _type(i.parts[-2]), _type(i.parts[-1])
             if "approx" in i.parts:
                 made.extra = 1
+            if name == "shf":
+                made.extra = int(i.parts[1] == "l") + 2 * int(i.parts[2] == "clamp")
             if name == "setp":
                 made.extra = COMPARISONS.index(i.parts[1])
             if len(operands) > 5:

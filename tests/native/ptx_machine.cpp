@@ -13,14 +13,14 @@ namespace {
 
 enum Op : int32_t {
     kAdd, kSub, kMul, kMulHi, kMulWide, kMad, kFma, kDiv, kRem, kRcp, kSqrt, kRsqrt, kNeg, kAbs, kMin, kMax, kAnd, kOr, kXor, kNot, kShl, kShr,
-    kMov, kPack, kUnpack, kSelp, kCvt, kSetp, kBfi, kPrmt, kLdParam, kLdShared, kLdGlobal, kStShared, kStGlobal, kAtomAdd, kAtomOr,
+    kMov, kPack, kUnpack, kSelp, kCvt, kSetp, kBfi, kBfe, kShf, kPrmt, kLdParam, kLdShared, kLdGlobal, kStShared, kStGlobal, kAtomAdd, kAtomOr,
     kBra, kRet, kBar, kShfl, kNop
 };
 enum Type : int32_t { U8, S8, U16, S16, U32, S32, U64, S64, F16, F32, F64, PRED };
 enum Compare : int32_t { EQ, NE, LT, LE, GT, GE, EQU, NEU, LTU, LEU, GTU, GEU, NUM, NAN_ };
 
 struct Instruction {
-    int32_t op, type, from, extra;  // extra: comparison, target, parameter, bits of a part, a guess, or a shuffle by xor
+    int32_t op, type, from, extra;  // extra: comparison, target, parameter, bits of a part, a guess, a shuffle by xor, how a funnel shifts
     int32_t guard, negated, count, down;  // down: rounds toward zero, or with 2 down
     int32_t to[4], given[4];
     int64_t offset;
@@ -267,6 +267,19 @@ void compute(const Instruction& i, uint64_t* r) {
             const uint64_t count = r[i.given[3]] & 255, at = r[i.given[2]] & 255;
             const uint64_t field = at >= 64 ? 0 : (count >= 64 ? ~uint64_t(0) : (uint64_t(1) << count) - 1) << at;
             to = ((r[i.given[1]] & ~field) | ((at >= 64 ? 0 : r[i.given[0]] << at) & field)) & mask;
+            return;
+        }
+        case kBfe: {  // of 32 bits, behind which are zeros or copies of the sign
+            const uint64_t at = r[i.given[1]] & 255, count = r[i.given[2]] & 255, above = count > 32 ? 32 : 64 - count;
+            const int64_t whole = i.type == S32 ? int64_t(int32_t(r[i.given[0]])) : int64_t(uint32_t(r[i.given[0]]));
+            const uint64_t upper = count == 0 ? 0 : uint64_t(whole >> (at > 63 ? 63 : at)) << above;
+            to = (count == 0 ? 0 : i.type == S32 ? uint64_t(int64_t(upper) >> above) : upper >> above) & mask;
+            return;
+        }
+        case kShf: {  // of 64 bits, of which the second is the upper half
+            const uint64_t given = r[i.given[2]] & 0xffffffffu, by = (i.extra & 2) == 0 ? given & 31 : given > 32 ? 32 : given;
+            const uint64_t both = (r[i.given[0]] & 0xffffffffu) | r[i.given[1]] << 32;
+            to = (i.extra & 1) != 0 ? both << by >> 32 : both >> by & 0xffffffffu;
             return;
         }
         case kPrmt: {
