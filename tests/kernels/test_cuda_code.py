@@ -121,9 +121,9 @@ def cases() -> list[object]:
 
 
 def machine_cases() -> list[object]:
-    """Those whose whole grids are executed: CUDA 12's. Cards of the same instructions cost nothing more."""
+    """Those whose whole grids are executed: CUDA 12's and the newest. Cards of the same instructions cost no more."""
     found: list[Any] = cases()
-    served = [case for case in found if case.values[0][0] == 12]
+    served = [case for case in found if case.values[0][0] == 12 or case.values[0][1] == CARDS[13][-1]]
     return served or [pytest.param((0, 0), id="none")]
 
 
@@ -171,24 +171,28 @@ def instructions(body: str) -> Counter[str]:
 @pytest.fixture(scope="module")
 def executed(compiled: Compiled) -> dict[str, list[ptx_cases.Executed]]:
     """What one thread of each kernel that writes tensors does, by the name of the functor. All tensors are aligned."""
-    return execute_all(tuple(compiled.kernels.items()))
-
-
-@functools.cache
-def execute_all(kernels: tuple[tuple[str, str], ...]) -> dict[str, list[ptx_cases.Executed]]:
-    """:func:`executed` of PTX by the name of the functor, once where several cards have the same."""
-    one = ptx_cases.OneThread(dict(kernels), {name: kernel.functor.name for name, kernel in KERNELS.items()})
     found: dict[str, list[ptx_cases.Executed]] = {}
-    for case in ptx_cases.all_cases():
-        found.setdefault(case.kernel, []).append(ptx_cases.compare(case, one.execute(case)))
+    missing = {name: text for name, text in compiled.kernels.items() if (name, text) not in EXECUTED}
+    one = ptx_cases.OneThread(missing, {name: kernel.functor.name for name, kernel in KERNELS.items()})
+    for case in ptx_cases.all_cases() if missing else []:
+        if case.kernel in missing:
+            found.setdefault(case.kernel, []).append(ptx_cases.compare(case, one.execute(case)))
+    EXECUTED.update({(name, missing[name]): ran for name, ran in found.items()})
+    for name, text in compiled.kernels.items():
+        if (name, text) in EXECUTED:
+            found[name] = EXECUTED[name, text]
     return found
+
+
+EXECUTED: dict[tuple[str, str], list[ptx_cases.Executed]] = {}
+"""By functor and PTX: once where several cards have the same."""
 
 
 def test_every_operation_is_one_kernel(compiled: Compiled) -> None:
     assert set(compiled.kernels) == {*WIDE, *SINGLE}
     for blocks, names in zip(Blocks, (FINDING, STEPPING, MEASURING, MAPPING, SINGLE), strict=True):
         assert {kernel.functor.name for kernel in KERNELS.values() if kernel.blocks is blocks} == set(names)
-    assert compiled.size < 83_000 * len(KERNELS)  # at most 81,100 a kernel were seen, for sm_120
+    assert compiled.size < 86_500 * len(KERNELS)  # at most 84,700 a kernel were seen, for sm_120
 
 
 def test_arithmetic_is_exact(compiled: Compiled) -> None:
@@ -292,53 +296,44 @@ def machine_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ptx_machine.build(tmp_path_factory.mktemp("machine"))
 
 
-def machine_of(library: ctypes.CDLL, kernels: tuple[tuple[str, str], ...]) -> ptx_machine.Machine:
-    """What executes whole grids, as a card would, of PTX by the name of the functor."""
-    texts = dict(kernels)
-    return ptx_machine.Machine(
-        library, {name: texts[one.functor.name] for name, one in KERNELS.items() if one.functor.name in texts}
-    )
-
-
 def texts_of(compiled: Compiled, names: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """PTX by the name of the functor, of some kernels."""
-    return tuple((functor, compiled.kernels[functor]) for functor in (KERNELS[name].functor.name for name in names))
+    """PTX by the name of the kernel, of some."""
+    return tuple((name, compiled.kernels[KERNELS[name].functor.name]) for name in names)
 
 
 class Proved(NamedTuple):
-    """What the proof at first use said of kernels on whole grids.
+    """What the proof at first use said of a kernel on whole grids.
 
     Attributes:
-        words: by kernel.
+        words: "" where it passed.
         executed: instructions, in all.
-        never: by kernel: how many of its instructions were not executed, and how many there are.
+        never: how many of the kernel's instructions were not executed.
+        count: how many there are.
     """
 
-    words: dict[str, str]
+    words: str
     executed: int
-    never: dict[str, tuple[int, int]]
+    never: int
+    count: int
 
 
 @functools.cache
-def proved(library: ctypes.CDLL, kernels: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> Proved:
+def proved(library: ctypes.CDLL, name: str, text: str) -> Proved:
     """Once where several cards have the same instructions."""
-    for name in names:
-        planted.expected(name)
-    machine = machine_of(library, kernels)
+    planted.expected(name)
+    machine = ptx_machine.Machine(library, {name: text})
     with pytest.MonkeyPatch.context() as patch:
         ptx_faults.serve(machine, patch)
-        words = {name: proof.prove((name,), 0, proving.HostPlace())[name].words for name in names}
-    never = {name: (bytes(machine.code(name).seen).count(0), len(machine.code(name).seen)) for name in names}
-    return Proved(words, machine.executed, never)
+        words = proof.prove((name,), 0, proving.HostPlace())[name].words
+    seen = bytes(machine.code(name).seen)
+    return Proved(words, machine.executed, seen.count(0), len(seen))
 
 
 @functools.cache
-def outcomes_of_faults(
-    library: ctypes.CDLL, kernels: tuple[tuple[str, str], ...], names: tuple[str, ...]
-) -> dict[str, Counter[str]]:
+def outcomes_of_faults(library: ctypes.CDLL, kernels: tuple[tuple[str, str], ...]) -> dict[str, Counter[str]]:
     """A few of those that ptx_faults.py plants: by their kind, what became of them."""
-    machine, outcomes = machine_of(library, kernels), dict[str, Counter[str]]()
-    trials = [ptx_faults.Trial(machine, name, others=1) for name in names]
+    machine, outcomes = ptx_machine.Machine(library, dict(kernels)), dict[str, Counter[str]]()
+    trials = [ptx_faults.Trial(machine, name, others=1) for name, _ in kernels]
     with pytest.MonkeyPatch.context() as patch:
         ptx_faults.serve(machine, patch)
         for trial in trials:
@@ -355,6 +350,8 @@ NEVER = {
     **{"adam8": 0.046, "adam8_marking": 0.046, "sgd8": 0.037, "sgd8_marking": 0.037, "adam8_half_24": 0.02},
     **{"split": 0.13, "split_marking": 0.11, "join": 0.07, "compare": 0.015, "sgd_marking": 0.011},
 }
+MORE_COPIES = 0.08
+"""As much more of the kernels for sm_100 and later, and of CUDA 13's, whose compilers copy such paths more often."""
 OTHERS = [name for name in KERNELS if name not in (*cuda_rows.FIRST, "cast", "split", "join", "l2norm")]
 
 
@@ -364,11 +361,15 @@ OTHERS = [name for name in KERNELS if name not in (*cuda_rows.FIRST, "cast", "sp
 )
 def test_whole_grids_pass_the_proof(compiled: Compiled, machine_library: ctypes.CDLL, names: list[str]) -> None:
     """Every block and thread, barriers and shuffles, instruction by instruction: what a card does at first use."""
-    found = proved(machine_library, texts_of(compiled, names), tuple(names))
-    assert found.words == dict.fromkeys(names, "")
-    assert found.executed > 20_000_000
-    most = {name: NEVER.get(name, 0.008) * count + 1 for name, (_, count) in found.never.items()}
-    too_many = {name: never for name, never in found.never.items() if never[0] > most[name]}
+    found = {name: proved(machine_library, name, compiled.kernels[KERNELS[name].functor.name]) for name in names}
+    assert {name: one.words for name, one in found.items()} == dict.fromkeys(names, "")
+    assert sum(one.executed for one in found.values()) > 20_000_000
+    more = MORE_COPIES if compiled.of[0] > 12 or compiled.of[1] >= 100 else 0.0
+    too_many = {
+        name: (one.never, one.count)
+        for name, one in found.items()
+        if one.never > (NEVER.get(name, 0.008) + more) * one.count + 1
+    }
     assert too_many == {}, "instructions without a proof, of how many"
 
 
@@ -377,8 +378,7 @@ def test_faults_in_an_instruction_are_refused(
     compiled: Compiled, machine_library: ctypes.CDLL, one_torch_thread: None
 ) -> None:
     """A few of those that ptx_faults.py plants; it counts them all."""
-    names = ("take", "decide_clip", "renew")
-    outcomes = outcomes_of_faults(machine_library, texts_of(compiled, names), names)
+    outcomes = outcomes_of_faults(machine_library, texts_of(compiled, ("take", "decide_clip", "renew")))
     assert set(outcomes) == set(ptx_faults.KINDS)
     missed, refused = (sum(found[what] for found in outcomes.values()) for what in ("missed", "refused"))
     assert missed <= 0.05 * (missed + refused)
@@ -389,7 +389,7 @@ def test_faults_in_an_instruction_are_refused(
 def test_a_fault_that_never_ends_is_refused(
     compiled: Compiled, machine_library: ctypes.CDLL, one_torch_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = machine_of(machine_library, texts_of(compiled, ["decide_clip"]))
+    machine = ptx_machine.Machine(machine_library, dict(texts_of(compiled, ["decide_clip"])))
     trial = ptx_faults.Trial(machine, "decide_clip", others=0)
     ptx_faults.serve(machine, monkeypatch)
     assert trial.right() == ""
