@@ -67,7 +67,7 @@ class Plan:
         compute: seconds of forward and backward, which communication may overlap with.
         link: bytes/s between card and host, each way, both at once.
         largest: elements of the largest parameter, whose gradient a released backward holds. 0: not known.
-        other: bytes of frozen weights and of buffers.
+        other: bytes of whatever else there is on the card: frozen weights, buffers, FP32 sums of gradients.
 
     Raises:
         ValueError: a value is out of range.
@@ -158,7 +158,7 @@ class Plan:
             "optimizer state": self._state_bytes * self._stepped - host.get("optimizer state", 0.0),
         }
         if self.other:
-            parts["frozen weights and buffers"] = self.other
+            parts["other"] = self.other
         if self.track_changes:
             parts["a bit for each weight that changes"] = self._stepped / 8
         if self.shard in ("ddp", "zero"):
@@ -339,7 +339,7 @@ def plan(model: nn.Module | float, budget: float | str, *, ram: float | str = ma
         trained = [param for param in model.parameters() if param.requires_grad]
         every = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         more["largest"] = max((param.numel() for param in trained), default=0)
-        more["other"] = every - sum(param.nbytes for param in trained)
+        more["other"] = more.get("other", 0.0) + every - sum(param.nbytes for param in trained)
         model = sum(param.numel() for param in trained)
     return Modes(tuple(_modes(Plan(params=model, **more))), _bytes("budget", budget), _bytes("ram", ram))
 
