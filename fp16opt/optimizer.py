@@ -294,7 +294,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _make_stepper(self) -> Stepper:
         parts = self.params, self.masters, self.step_state
         why = no_fused_step(type(self.inner)) if self.fused_step else "fused_step=False"
-        general = WrappedStep(self.optimizer, self.params, self.masters, why, self.inner)
+        general = WrappedStep(self.optimizer, self.params, self.masters, why, self.inner, self.lines)
         if not self.fused_step or self._state_format.spec is None:
             return general
         form = self._state_format, self.outcome.number
