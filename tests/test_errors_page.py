@@ -306,6 +306,13 @@ def model_converted() -> None:
     one.opt.step()
 
 
+def memory_freed() -> None:
+    one = Training()
+    one.loss().backward()
+    one.model.fc.weight.untyped_storage().resize_(0)
+    one.opt.step()
+
+
 def replaced() -> None:
     one = Training(track_changes=True)
     one.model.fc.weight = nn.Parameter(torch.ones(3, 4).half())
@@ -676,6 +683,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "model swapped": (R, model_swapped),
     "split master written": (R, split_master_written),
     "model converted": (R, model_converted),
+    "memory freed": (R, memory_freed),
     "replaced": (V, replaced),
     "deleted": (V, deleted),
     "another module": (V, another_module),

@@ -310,6 +310,13 @@ MODEL_CONVERTED = Refusal(
     model first, then make the optimizer and wrap it.""",
 )
 
+MEMORY_FREED = Refusal(
+    "memory freed",
+    RuntimeError,
+    """parameter {name!r} has no memory: its storage was resized to 0. Give it its memory and its values back before any
+    call of the optimizer.""",
+)
+
 REPLACED = Refusal(
     "replaced",
     ValueError,
