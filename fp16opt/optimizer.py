@@ -290,7 +290,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _make_stepper(self, state: StepState) -> OnePassStep | WrappedStep:
         why = no_fused_step(type(self.inner)) if self.fused_step else "fused_step=False"
-        general = WrappedStep(self.optimizer, self.params, self.masters, why, self.inner)
+        general = WrappedStep(self.optimizer, self.params, self.masters, why, self.inner, self.lines)
         if not self.fused_step or self._spec is None:
             return general
         parts = self.params, self.masters, state, self._spec, self.outcome.number
@@ -1319,11 +1319,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any]) -> None:
         """Masters and counts of a checkpoint that has them are taken, and the model follows."""
         with torch.no_grad():
-            for pair, saved in zip(self.params.all if plan.has_masters else (), plan.masters, strict=True):
-                if saved is not None:
-                    value = self.masters.read([pair])[0].copy_(saved)
-                    if not self.masters.are_whole:
-                        self.masters.write([pair], [value])
+            found = zip(self.params.all if plan.has_masters else (), plan.masters, strict=True)
+            given = [(pair, saved) for pair, saved in found if saved is not None]
+            if self.masters.are_whole:
+                self.masters.write([pair for pair, _ in given], [saved for _, saved in given])
+            else:  # one after the other: values of all would take the memory that split masters save
+                for pair, saved in given:
+                    self.masters.write([pair], [self.masters.read([pair])[0].copy_(saved)])
         if plan.has_masters:
             self.outcome.steps_taken = state_dict.get("steps", 0)
             self.outcome.skipped_steps = state_dict.get("skipped_steps", 0)

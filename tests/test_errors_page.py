@@ -306,6 +306,13 @@ def model_converted() -> None:
     one.opt.step()
 
 
+def memory_freed() -> None:
+    one = Training()
+    one.loss().backward()
+    one.model.fc.weight.untyped_storage().resize_(0)
+    one.opt.step()
+
+
 def replaced() -> None:
     one = Training(track_changes=True)
     one.model.fc.weight = nn.Parameter(torch.ones(3, 4).half())
@@ -361,6 +368,29 @@ def no_gradients_under_a_grad_scaler() -> None:
     scaler, layer, other = GradScaler("cpu"), nn.Linear(4, 2), nn.Linear(4, 2)
     scaler.scale(other(torch.ones(3, 4)).sum()).backward()
     scaler.step(SGD(layer.parameters(), lr=0.1))
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Holds the parameters where wrapping does not find them."""
+
+    def __init__(self, params: Any) -> None:
+        held = list(params)
+        super().__init__(held, {"lr": 0.1})
+        self.held = lambda: held
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.held():
+            p.sub_(p.grad)
+
+
+def goes_round() -> None:
+    model = nn.Linear(4, 2).half()
+    opt = MixedPrecisionOptimizer(Shampoo(model.parameters()), loss_scale=8.0)
+    for _ in range(3):
+        opt.zero_grad()
+        opt.backward(model(torch.ones(3, 4).half()).float().sum())
+        opt.step()
 
 
 def no_gradients() -> None:
@@ -653,6 +683,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "model swapped": (R, model_swapped),
     "split master written": (R, split_master_written),
     "model converted": (R, model_converted),
+    "memory freed": (R, memory_freed),
     "replaced": (V, replaced),
     "deleted": (V, deleted),
     "another module": (V, another_module),
@@ -660,6 +691,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "no scale": (L, no_scale),
     "halves outside of state": (L, halves_outside_of_state),
     "not in one pass": (L, not_in_one_pass),
+    "goes round": (L, goes_round),
     "no gradients": (L, no_gradients),
     "sums without backward": (L, sums_without_backward),
     "too large": (L, too_large),

@@ -310,6 +310,13 @@ MODEL_CONVERTED = Refusal(
     model first, then make the optimizer and wrap it.""",
 )
 
+MEMORY_FREED = Refusal(
+    "memory freed",
+    RuntimeError,
+    """parameter {name!r} has no memory: its storage was resized to 0. Give it its memory and its values back before any
+    call of the optimizer.""",
+)
+
 REPLACED = Refusal(
     "replaced",
     ValueError,
@@ -362,6 +369,17 @@ NOT_IN_ONE_PASS = Line(
     "not in one pass",
     logging.WARNING,
     "the wrapped optimizer steps itself from here on, and not in one pass: {reason}.",
+)
+
+WROTE_GRADIENTS = "written the model's gradients, by which masters are not stepped"
+MOVED_NOTHING = "moved no master"
+
+GOES_ROUND = Line(
+    "goes round",
+    logging.WARNING,
+    """three steps of {optimizer} in a row have {what}. It holds parameters elsewhere than in its param_groups, or works
+    on the gradients of the model. Have it read p and p.grad of its param_groups in every step, or train with another
+    optimizer. fp16opt.certify tries one.""",
 )
 
 NO_GRADIENTS = Line(

@@ -19,7 +19,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from .. import kernels
 from . import errors
-from .dtensors import raw_grads
+from .diagnostics import Lines
+from .dtensors import local, raw_grads, versions
+from .folded import is_folded
 from .look import Look
 from .masters import Masters, ordinary_parameters
 from .params import HALF_DTYPES, ParamTable
@@ -210,29 +212,32 @@ class WrappedStep:
 
     :class:`.one_pass.OnePassStep` and :class:`.modes.release.ReleasedStep` are asked the same.
 
+    A class is believed when its step was seen to move a master or to make state of one, which AdaShift does some steps
+    before, and to leave the model's gradients as they were. Until then each step is looked at, which syncs; torch's own
+    classes are believed unseen.
+
     Args:
         optimizer: its groups hold the masters of ``params``.
         why: what :meth:`describe` says of it.
         part: inside of ZeroRedundancyOptimizer, the one that steps this rank's part.
+        lines: where a warning goes about a class that goes round its ``param_groups``.
 
     Attributes:
         rounded_all: whether the last step wrote all masters into the model, also those that the user wrote.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        params: ParamTable,
-        masters: Masters,
-        why: str = "fused_step=False",
-        part: Optimizer | None = None,
+        self, optimizer: Optimizer, params: ParamTable, masters: Masters, why: str, part: Optimizer, lines: Lines
     ) -> None:
         self.optimizer = optimizer
         self.params = params
         self.masters = masters
         self.why = why
-        self.part = optimizer if part is None else part
+        self.part = part
+        self.lines = lines
         self.rounded_all = True
+        self._is_believed = is_torch_class(part)
+        self._unseen = 0
 
     def takes_scaled(self) -> bool:
         """Whether the next step takes gradients still scaled; else, as here, they are unscaled before it."""
@@ -267,10 +272,34 @@ class WrappedStep:
             found_inf: float32, 0-dim, exactly 0.0 or 1.0: where it is 1.0 nothing is written. None: decided already.
             closure: handed to the wrapped optimizer where that steps itself.
         """
+        before = None if self._is_believed else self._seen()
         with ordinary_parameters(self.params):
             loss = run_step(self.optimizer, step, found_inf, closure)
+        if before is not None:
+            self._compare(before)
         self.round_down()
         return loss
+
+    def _seen(self) -> tuple[list[int], list[Tensor], list[Tensor], list[Tensor]]:
+        """Versions and beginnings of masters, and beginnings of their gradients and the model's."""
+        masters = [master for master in self.params.apart if master is not None] or self.params.masters
+        grads = [None if is_folded(grad) else grad for grad in raw_grads(self.params.models)]
+        return versions(masters), _beginnings(masters), _beginnings(raw_grads(masters)), _beginnings(grads)
+
+    def _compare(self, before: tuple[list[int], list[Tensor], list[Tensor], list[Tensor]]) -> None:
+        """Believe the class, or log that three of its steps went round the masters."""
+        now = self._seen()
+        has_state = any(self.part.state.get(master) for master in self.params.masters)
+        has_moved = has_state or before[0] != now[0] or not _are_equal(before[1], now[1])
+        has_written = not _are_equal(before[3], now[3]) and _are_any(now[3])  # else they were cleared
+        self._is_believed = has_moved and not has_written
+        can_move = _are_any(before[2]) and any(group.get("lr", 1) != 0 for group in self.part.param_groups)
+        if has_written or (can_move and not has_moved):
+            self._unseen += 1
+        if self._unseen == 3:
+            self._is_believed = True
+            what = errors.WROTE_GRADIENTS if has_written else errors.MOVED_NOTHING
+            self.lines.tell(errors.GOES_ROUND, once=True, optimizer=type(self.part).__name__, what=what)
 
     def step_within_hooks(self, step: Step) -> None:
         """The optimizer's step without its hooks, which are running: a kernel could not step after all."""
@@ -286,6 +315,20 @@ class WrappedStep:
         with torch.no_grad():
             for device in self.params.devices:
                 self.masters.round_down(device)
+
+
+def _beginnings(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Copies of the first elements of dense tensors: enough to see a write that their versions don't tell of."""
+    dense = [local(one.detach()) for one in tensors if one is not None and one.layout is torch.strided]
+    return [one.reshape(-1)[:1024].clone() for one in dense]
+
+
+def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+def _are_any(tensors: Sequence[Tensor]) -> bool:
+    return any(bool(one.any()) for one in tensors)
 
 
 def run_step(
