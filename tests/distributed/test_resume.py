@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import products
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -100,6 +101,26 @@ def without(rank: int, size: int, folder: str) -> None:
 
 def test_16_bit_parameters_without_masters(two: World, tmp_path: Path) -> None:
     two.run(without, str(tmp_path))
+
+
+def thaws(rank: int, size: int, folder: str, options: dict[str, Any]) -> None:
+    """What is frozen when a checkpoint is loaded goes on with all bits and its moments when it thaws."""
+    model, opt = make("fsdp2 bf16", **options)
+    train(model, opt, range(4))
+    distributed.save(f"{folder}/file", model, opt)
+    again, fresh = make("fsdp2 bf16", (net := Net(torch.bfloat16)).requires_grad_(False), **options)
+    net.b.requires_grad_(True)
+    distributed.load(f"{folder}/file", again, fresh)
+    assert alike(masters(fresh), masters(opt))
+    net.requires_grad_(True)
+    for each, wrapper in ((model, opt), (again, fresh)):
+        train(each, wrapper, range(4, 7))
+    assert alike(masters(fresh), masters(opt))
+
+
+@pytest.mark.parametrize("options", [{}, SPLIT, {"optimizer_state": "8bit", "fused_step": True}])
+def test_what_is_frozen_when_a_checkpoint_is_loaded(two: World, tmp_path: Path, options: dict[str, Any]) -> None:
+    two.run(thaws, str(tmp_path), options)
 
 
 class Extra(Net):
