@@ -195,10 +195,17 @@ def unnamed(rank: int, size: int, folder: str) -> None:
     for step in ("step1", "step2"):
         distributed.save(Path(folder) / step, model, opt)
     if rank == 0:
-        (Path(folder) / "step2").rename(Path(folder) / ".step2.0123abcd.partial")
+        (Path(folder) / "step2").rename(Path(folder) / f".step2.{'0123abcd' * 4}.partial")
+        (Path(folder) / ".mine.partial").mkdir()
     dist.barrier()
     assert distributed.latest(folder) == Path(folder) / "step1"
+    pending = [distributed.save_async(Path(folder) / f"step{k}", model, opt) for k in (3, 4)]
+    distributed.save(Path(folder) / "step5", model, opt)
+    for one in pending:
+        one.result(30)
+    dist.barrier()
+    assert {path.name for path in Path(folder).iterdir()} == {".mine.partial", "step1", "step3", "step4", "step5"}
 
 
-def test_a_folder_without_its_name_is_passed_over(two: World, tmp_path: Path) -> None:
+def test_a_folder_without_its_name_is_passed_over_and_goes_at_the_next_save(two: World, tmp_path: Path) -> None:
     two.run(unnamed, str(tmp_path))
