@@ -627,10 +627,10 @@ def apart(monkeypatch: pytest.MonkeyPatch, lr: float, asked: Asked, mine: Asked 
 
     def gathered(told: Any, _group: Any) -> list[Any]:
         other = [(key, line.replace("lr=0.1", f"lr={lr}")) for key, line in told[1]]
-        return [told, (settings.words_of(asked), other, set())]
+        return [told, (settings.words_of(asked), other, set(), (asked.has_grads, True, {(0, 1)}))]
 
     monkeypatch.setattr(settings, "gather", gathered)
-    settings.Settings(one.inner).refuse(mine, None, False)
+    settings.Settings(one.inner).refuse(mine, lambda _: (0, 1), None, False)
 
 
 def settings_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -639,6 +639,10 @@ def settings_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     apart(monkeypatch, 0.1, CLIP._replace(steps=2), CLIP._replace(steps=3))
+
+
+def no_gradients_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart(monkeypatch, 0.1, Asked(None, steps=2, has_grads=False), Asked(None, steps=2))
 
 
 def saved_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -714,6 +718,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "mixin behind": (T, mixin_behind),
     "settings drifted": (R, settings_drifted),
     "another order": (R, another_order),
+    "no gradients here": (R, no_gradients_here),
     "saved by one": (R, saved_by_one),
     "check on many ranks": (R, check_on_many_ranks),
     "check of released gradients": (V, check_of_released_gradients),

@@ -39,6 +39,9 @@ _KEYS = {"format", "saved_at_ns", "files"}
 _CHECKED_KEYS = _KEYS | {"blake2b", "manifest_blake2b"}  # manifests of before had no checksums
 _BLOCK = 1 << 20  # bytes read at a time
 _PARTIAL = re.compile(r"\..*\.partial")
+_OURS = re.compile(r"\..+\.[0-9a-f]{32}\.partial")  # as _write names them
+
+_writing: set[str] = set()  # names of folders that this process has begun and not finished, in threads too
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None:
@@ -46,7 +49,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None
 
     What :func:`fp16opt.distributed.state_dict` gives, and the model's buffers and parameters that ``opt`` does not
     have, are written by ``torch.distributed.checkpoint`` into a hidden folder beside ``path``, which is then renamed: a
-    folder named ``path`` is always whole.
+    folder named ``path`` is always whole. Hidden folders beside it that saves have left which were killed are removed:
+    a folder of checkpoints belongs to one training.
 
     Args:
         path: a folder that does not exist, on a file system that all ranks see.
@@ -267,9 +271,12 @@ def _write(path: Path, payload: dict[str, Any], group: Any) -> None:
     """Write into a hidden folder, then rename it."""
     tag = gather(uuid.uuid4().hex, group)[0]
     partial = path.parent / f".{path.name}.{tag}.partial"  # see _PARTIAL
-    together("save", lambda: _check_new(path), group)
     first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) == 0
+    _writing.add(partial.name)
     try:
+        together("save", lambda: _check_new(path), group)
+        if first:
+            _remove_killed(path.parent)
         with _checkpoint_errors(f"save {path}"):
             writer = FileSystemWriter(str(partial), overwrite=False)
             dcp_save(payload, storage_writer=writer, process_group=group)
@@ -279,6 +286,15 @@ def _write(path: Path, payload: dict[str, Any], group: Any) -> None:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        _writing.discard(partial.name)
+
+
+def _remove_killed(folder: Path) -> None:
+    """What saves that were killed have left there: no process of this training is writing it."""
+    for found in folder.glob(".*.partial"):
+        if _OURS.fullmatch(found.name) and found.name not in _writing:
+            shutil.rmtree(found, ignore_errors=True)
 
 
 def _complete(partial: Path, path: Path, sums: dict[str, str]) -> None:

@@ -305,10 +305,21 @@ def _positional(sd: Mapping[str, Any], wrapper: Wrapper, names: dict[int, str], 
         entry = sd["state"].get(names[id(pair.model)])
         if entry is not None and not fresh:
             state[i] = {key: _like_master(value, pair.master) for key, value in entry.items()}
-    masters = [value.float() if pair.is_apart else None for pair, value in zip(pairs, values, strict=True)]
+    are_apart = wrapper.masters.are_apart
+    masters = [
+        # What is frozen here, and had a master, gets it: it has all bits, and its moments, when it thaws.
+        value.float()
+        if pair.is_apart or (are_apart and not pair.has_master and _was_apart(pair.model, value))
+        else None
+        for pair, value in zip(pairs, values, strict=True)
+    ]
     optimizer = {"state": state, "param_groups": groups}
     positional = {"version": checkpoint.VERSION, "optimizer": optimizer, "masters": masters, "scaler": sd["scaler"]}
     return {**positional, **counts}
+
+
+def _was_apart(model: Tensor, saved: Tensor) -> bool:
+    return model.dtype in HALF_DTYPES and saved.dtype not in HALF_DTYPES
 
 
 def _counts(sd: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

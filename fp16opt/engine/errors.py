@@ -579,6 +579,13 @@ ANOTHER_ORDER = Refusal(
     gradients. A rank that has left a step out is a step behind: load the last checkpoint.""",
 )
 
+NO_GRADIENTS_HERE = Refusal(
+    "no gradients here",
+    RuntimeError,
+    """rank {rank} has come to {one}, without gradients, and rank {first} has some of the same parameters. {when}. Clear
+    gradients and give steps up on all ranks alike; a rank without data of its own calls backward on a loss times 0.""",
+)
+
 SAME_CALLS = "Every rank must make the same calls in the same order; put no `if rank == 0:` around save, load or step."
 
 SAVED_BY_ONE = Refusal(

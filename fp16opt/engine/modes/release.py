@@ -48,12 +48,12 @@ def check_release(optimizer: Optimizer, scaler: LossScaler, is_zero: bool) -> No
             "before all gradients are known, and an overflow could not be undone. Use loss_scale=..., or "
             "gradient_release=False."
         )
-    refuse_ranks(ValueError)
     if is_zero or any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
         raise ValueError(
             f"{SAID} takes plain tensors and an optimizer that steps them, got "
             f"{'ZeroRedundancyOptimizer' if is_zero else 'DTensors'}. Use gradient_release=False on shards."
         )
+    refuse_ranks(ValueError)
 
 
 def refuse_ranks(kind: type[Exception]) -> None:
