@@ -167,7 +167,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer, *, stri
     manifest = together("load", lambda: check_complete(where))
     together("load", lambda: _check_sums(where, manifest))  # before torch unpickles anything
     reading = together("load", lambda: _template(where, model, opt, strict))
-    with _checkpoint_errors(f"load {where}"):
+    with checkpoint_errors(f"load {where}"):
         dcp_load({**reading.template, "model": reading.rest}, checkpoint_id=str(where))
     left_out = IncompatibleKeys([], [])
     if not strict:
@@ -277,7 +277,7 @@ def _write(path: Path, payload: dict[str, Any], group: Any) -> None:
         together("save", lambda: _check_new(path), group)
         if first:
             _remove_killed(path.parent)
-        with _checkpoint_errors(f"save {path}"):
+        with checkpoint_errors(f"save {path}"):
             writer = FileSystemWriter(str(partial), overwrite=False)
             dcp_save(payload, storage_writer=writer, process_group=group)
         sums = _sums_together(partial, group)
@@ -364,7 +364,7 @@ def _own_sum(manifest: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _checkpoint_errors(what: str) -> Iterator[None]:
+def checkpoint_errors(what: str) -> Iterator[None]:
     """torch's CheckpointException is no Exception, and ``except Exception`` would let it pass."""
     try:
         yield
@@ -424,7 +424,7 @@ def _template(path: Path, model: nn.Module, opt: Optimizer, strict: bool) -> _Re
             if isinstance(value, Tensor) and size is not None and tuple(size) != tuple(value.shape):
                 raise ValueError(f"{path}: {name!r} has shape {list(size)}, the model's has {list(value.shape)}.")
     for name in set(rest) & set(mine):
-        rest[name] = _blank(stored.state_dict_metadata[f"model.{name}"], mine[name])
+        rest[name] = blank(stored.state_dict_metadata[f"model.{name}"], mine[name])
     template: dict[str, Any] = {"masters": {}, "state": {}, "scaler": {}, "param_groups": []}
     if any(where[0] == "counts" for where in paths.values()):  # files of before have none
         template["counts"] = {}
@@ -436,7 +436,7 @@ def _template(path: Path, model: nn.Module, opt: Optimizer, strict: bool) -> _Re
             or (kind == "state" and name not in mine)
         ):
             continue
-        _put(template, where, _blank(stored.state_dict_metadata[flat], masters.get(name) if name else None))
+        put(template, where, blank(stored.state_dict_metadata[flat], masters.get(name) if name else None))
     return _Reading(template, rest, trained, others, there)
 
 
@@ -495,7 +495,7 @@ def _exchange(reading: _Reading, model: nn.Module, opt: Optimizer) -> None:
         reading.rest[name] = masters.pop(name)
 
 
-def _blank(stored: Any, master: Tensor | None) -> Any:
+def blank(stored: Any, master: Tensor | None) -> Any:
     """Something for dcp.load to fill: like the master if it has its shape."""
     size = getattr(stored, "size", None)
     if size is None:
@@ -506,7 +506,7 @@ def _blank(stored: Any, master: Tensor | None) -> Any:
     return torch.empty(size, dtype=dtype, device="cpu")
 
 
-def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:
+def put(root: Any, path: tuple[Any, ...], value: Any) -> None:
     """``root[path[0]][path[1]]... = value``, with dicts and lists made on the way."""
     for key, following in itertools.pairwise(path):
         root = _entry(root, key, [] if isinstance(following, int) else {})

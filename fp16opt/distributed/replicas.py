@@ -141,7 +141,8 @@ class DdpReplicas(Compared):
         if self.ddp._join_config.enable:
             raise RuntimeError(
                 "Join([ddp]) trains on uneven inputs, where masters, step counts and scales of ranks drift apart. Even "
-                "out the inputs, as DistributedSampler(drop_last=True) does."
+                "out the inputs, as DistributedSampler(drop_last=True) does. After a Join that is over make the "
+                "DistributedDataParallel anew and attach it: torch leaves the old one in it."
             )
         state = self._state()
         self._as_stamped = self.ddp.gradient_as_bucket_view and state is not None and state.is_as_stamped()
