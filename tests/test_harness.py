@@ -158,44 +158,6 @@ def test_each_value_of_each_axis_is_run() -> None:
         assert {cell[axis] for cell in taken} == {cell[axis] for _, _, cell in cells}
 
 
-def test_the_first_way_to_serve_meets_the_product_and_the_others_each_value() -> None:
-    cells = cells_of("", ("a", ["p", "q", "r"]), ("b", [10, 20]), level=["best", "plain", "other"])
-    taken = [cells[place][2] for place in products.chosen(cells)]
-    first = cells[0][2]["level"]
-    assert sum(cell["level"] == first for cell in taken) == 6
-    for axis in (("a",), ("b",)):
-        assert {(c["level"], c[axis]) for c in taken} == {(c["level"], c[axis]) for _, _, c in cells}
-    assert len(taken) < 6 + 2 * 6
-
-
-def test_rows_of_a_product_that_a_test_walks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    axes = (["p", "q", "r"], [10, 20], [True, False])
-    monkeypatch.setattr(products, "takes_all", False)
-    rows = products.sample("a test", *axes, pairs=[(0, 2)])
-    assert {(a, c) for a, _, c in rows} == set(itertools.product(axes[0], axes[2]))
-    assert {b for _, b, _ in rows} == {10, 20}
-    assert len(rows) == len(set(rows)) == 6
-    assert rows == [row for row in itertools.product(*axes) if row in rows]
-    assert rows == products.sample("a test", *axes, pairs=[(0, 2)]) != products.sample("another", *axes, pairs=[(0, 2)])
-    monkeypatch.setattr(products, "takes_all", True)
-    assert products.sample("a test", *axes) == list(itertools.product(*axes))
-
-
-def test_every_cell_is_run_where_a_test_asks_for_it_and_rows_of_a_table_always() -> None:
-    product = cells_of("every", ("a", ["p", "q"]), ("b", [10, 20]))
-    assert sorted(products.chosen(product)) == [0, 1, 2, 3]
-    rows = [("test", "", products.axes_of([["a", "b"]], {"a": a, "b": b})) for a, b in (("p", 1), ("p", 2), ("q", 1))]
-    assert sorted(products.chosen(rows)) == [0, 1, 2]
-
-
-def test_an_optimizer_case_is_what_it_is_and_how_torch_loops() -> None:
-    cells = [("test", "", products.axes_of([["case"]], {"case": case})) for case in CASES]
-    taken = [CASES[place].id for place in products.chosen(cells)]
-    for part in (0, 2):
-        assert {name.rpartition("-")[part] for name in taken} == {case.id.rpartition("-")[part] for case in CASES}
-    assert len(taken) < 0.6 * len(CASES)
-
-
 def test_what_is_kept_goes_with_what_it_was_made_of(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

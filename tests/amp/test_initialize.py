@@ -582,21 +582,6 @@ def test_state_of_a_used_optimizer_is_kept(level: str) -> None:
         assert torch.equal(optimizer.state[p]["exp_avg_sq"], old)  # and not rounded
 
 
-def test_a_refusal_of_the_engine_leaves_the_optimizer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp16opt.amp.optimizers import Setup, adopt
-
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("no")
-
-    optimizer = sgd(net())
-    content = dict(optimizer.__dict__)
-    monkeypatch.setattr(fp16opt.MixedPrecisionOptimizer, "__init__", fails)
-    with pytest.raises(RuntimeError, match="no"):
-        adopt(optimizer, Setup([], True, False, 0), ())
-    assert type(optimizer) is torch.optim.SGD
-    assert optimizer.__dict__ == content
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
 @pytest.mark.parametrize("level", LEVELS)
 def test_copied_or_pickled_with_its_model_training_goes_on(level: str, copied: Any) -> None:

@@ -22,7 +22,6 @@ pytest.importorskip("transformers")
 
 import accelerate
 import lightning
-import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from fp16opt import GradScaler, MixedPrecisionOptimizer
@@ -186,26 +185,6 @@ def test_accelerate_with_a_scale_raises() -> None:
         optimizer.step()
 
 
-def test_accelerates_clip_after_the_optimizers_own_backward_raises() -> None:
-    """It was ignored, or crushed scaled gradients."""
-    accelerator, net, opt, optimizer, _ = prepared(dynamic())
-    opt.backward(loss_of(net, batches(1)[0], HALF))
-    accelerator.clip_grad_norm_(net.parameters(), 0.5)
-    with pytest.raises(RuntimeError, match="the model's gradients were written after backward"):
-        optimizer.step()
-
-
-def test_fp32_sums_that_plain_backwards_do_not_make_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    accelerator, net, _, optimizer, _ = prepared({"grad_accumulation": "fp32"}, BF16)
-    for _ in range(2):
-        accelerator.backward(loss_of(net, batches(1)[0], BF16))
-        optimizer.step()
-        optimizer.zero_grad()
-    said = [record.message for record in caplog.records if "grad_accumulation" in record.message]
-    assert len(said) == 1
-    assert 'grad_accumulation="fp32" has no effect' in said[0]
-
-
 @pytest.mark.parametrize("made", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
 @pytest.mark.parametrize("clear", ["optimizer", "model"])
 def test_a_scaler_of_accelerates_drives_the_wrapper(made: Callable[..., Any], clear: str) -> None:
@@ -238,25 +217,3 @@ def test_accelerates_clip_under_a_scaler_raises_and_names_the_integration(made: 
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
-
-
-class Regressor(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network(HALF)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": loss_of(self.net, (x, labels), HALF)}
-
-
-def test_the_stock_trainer_with_a_scale_raises(tmp_path: Path) -> None:
-    model = Regressor()
-    args = transformers.TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=2, save_strategy="no"
-    )
-    opt = MixedPrecisionOptimizer(adamw(model.parameters()), dynamic=True)
-    data = [{"x": x[0], "labels": y[0]} for x, y in batches(16)]
-    schedule = transformers.get_scheduler("constant", opt.optimizer)
-    trainer = transformers.Trainer(model, args, train_dataset=data, optimizers=(opt, schedule))
-    with pytest.raises(RuntimeError, match=SCALES_NOT):
-        trainer.train()

@@ -102,17 +102,6 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x.to(self.down.weight.dtype))).to(x.dtype)  # type: ignore[no-any-return]
 
 
-class Amplifier(nn.Module):
-    """Multiplies."""
-
-    def __init__(self, by: float) -> None:
-        super().__init__()
-        self.by = by
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.by
-
-
 class SAM(SGD):
     """Evaluates its closure twice."""
 
@@ -252,12 +241,6 @@ def grad_scaler_and_masters() -> Case:
     return looped(case, lambda: (scaler.unscale_(opt), clip_grad_norm_(opt.master_params(), 1.0)))
 
 
-def frozen_parts() -> Case:
-    model = mlp(BF16)
-    model.fc1.requires_grad_(False)  # type: ignore[union-attr]
-    return {"model": model, "loss_fn": loss_of(model), "optimizer": wrapped(model, lr=1e-4)}
-
-
 def sums_in_fp32() -> Case:
     case = ours(dynamic=True, grad_accumulation="fp32")
     return looped(case, lambda: case["optimizer"].clip_master_grads(1.0), of=3)
@@ -317,29 +300,23 @@ def near_the_end(dynamic: bool) -> Case:
 
 
 SOUND: dict[str, Callable[[], Case]] = {
-    "FP32": plain,
     "no optimizer": lambda: without(plain(), "optimizer"),
     "FP64": partial(plain, torch.float64),
     "LBFGS": partial(plain, inner=partial(torch.optim.LBFGS, max_iter=2), lr=0.1),
-    "BF16 with masters": partial(ours, BF16, lr=1e-5),
     "FP16, dynamic": partial(ours, dynamic=True),
-    "FP16, static": partial(ours, loss_scale=1024.0),
     "FP16, SGD with momentum": partial(ours, inner=partial(SGD, momentum=0.9), lr=0.1, dynamic=True),
     "a dynamic scale near the end": partial(near_the_end, dynamic=True),
     "a scale that follows headroom": lambda: ours(factor=1e-3, scaler=DynamicLossScaler(policy="headroom")),
     "Lion": partial(ours, BF16, inner=Lion, lr=1e-4),
-    "split masters": partial(ours, BF16, master_weights="split"),
     "8 bits": partial(ours, BF16, width=512, master_weights="split24", optimizer_state="8bit"),
     "FP32 sums": sums_in_fp32,
     "SAM": lambda: by_closure(ours(inner=SAM, dynamic=True, closure="reevaluate")),
     "sparse gradients": sparse_gradients,
-    "a GPT in FP16": gpt_fp16_dynamic,
     "a GPT, tied and dropped out": gpt_tied_and_dropped_out,
     "batch norm": conv_with_batch_norm,
     "an RNN under autocast": rnn_under_autocast,
     "LoRA": lora,
     "LoRA on FP16": partial(lora, HALF, dynamic=True),
-    "frozen parts": frozen_parts,
     "autocast under a GradScaler": grad_scaler_and_autocast,
     "masters under a GradScaler": grad_scaler_and_masters,
     "apex's FP16_Optimizer": apex_fp16_optimizer,
@@ -361,43 +338,11 @@ def test_nothing_is_said_of_a_sound_loop(loop: str) -> None:
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 
-def fp16_under_bf16_autocast() -> Case:
-    case = ours(dynamic=True)
-    return {**case, "loss_fn": under_autocast(case["loss_fn"], BF16)}
-
-
-def eps_of_a_plain_adam() -> Case:
-    return {**plain(HALF, lr=1e-1), "scaler": GradScaler("cpu")}
-
-
-def large_activations(by: float) -> Case:
-    model = mlp(HALF)
-    model.act = nn.Sequential(nn.Tanh(), Amplifier(by), Amplifier(1 / by))  # type: ignore[assignment]
-    return {"model": model, "loss_fn": loss_of(model), "optimizer": wrapped(model, loss_scale=8.0)}
-
-
 def a_nan_in_a_weight() -> Case:
     case = ours(BF16)
     with torch.no_grad():
         case["model"].fc2.weight[0, 0] = float("nan")
     return {**case, "optimizer": wrapped(case["model"])}
-
-
-def a_parameter_in_no_optimizer() -> Case:
-    case = plain()
-    return {**case, "optimizer": AdamW(case["model"].fc1.parameters(), lr=1e-3)}
-
-
-def a_detached_branch() -> Case:
-    model = mlp()
-    x = batch()
-    loss = lambda: (model.fc2(torch.tanh(model.fc1(x)).detach())).square().mean()  # type: ignore[operator] # noqa: E731
-    return {"model": model, "loss_fn": loss, "optimizer": AdamW(model.parameters(), lr=1e-3)}
-
-
-def an_optimizer_of_another_copy() -> Case:
-    case = plain()
-    return {**case, "optimizer": AdamW(copy.deepcopy(case["model"]).parameters(), lr=1e-3)}
 
 
 def an_optimizer_made_before_a_new_layer() -> Case:
@@ -427,11 +372,6 @@ def a_clip_of_the_model_under_a_grad_scaler() -> Case:
     return looped(case, lambda: (case["scaler"].unscale_(case["optimizer"]), clip()))
 
 
-def a_clamp_through_data() -> Case:
-    case = ours(loss_scale=1024.0)
-    return looped(case, lambda: [param.grad.data.clamp_(-1, 1) for param in case["model"].parameters()])
-
-
 def a_scheduler_that_runs_ahead(make: Callable[[], Case] = gpt_fp16_dynamic) -> Case:
     case = make()
     return looped(case, after=schedule(case["optimizer"]).step)
@@ -449,39 +389,13 @@ def weights_tied_by_a_copy() -> Case:
     return {**case, "loss_fn": loss}
 
 
-def weights_clamped_after_the_step() -> Case:
-    case = ours(BF16, lr=1e-2)
-    return looped(case, after=lambda: [param.data.clamp_(-0.1, 0.1) for param in case["model"].parameters()])
-
-
-def a_plain_backward_at_a_scale() -> Case:
-    case = ours(dynamic=True)
-    opt, loss = case["optimizer"], case["loss_fn"]
-
-    def train_step() -> None:
-        opt.zero_grad()
-        loss().backward()
-        opt.step()
-
-    return {**case, "train_step": train_step}
-
-
 BEHIND_A_SKIP = partial(a_scheduler_that_runs_ahead, autocast_under_a_grad_scaler)
 
 PLANTED: dict[str, tuple[Callable[[], Case], str, str, str | None, str]] = {
     # fault: a loop with it, key, level, layer, words of the sentence or of the line to change
-    "no scale and no masters": (
-        lambda: plain(HALF, inner=partial(AdamW, eps=1e-4)),
-        *("no_loss_scale", "error", None, "MixedPrecisionOptimizer(optimizer, dynamic=True"),
-    ),
-    "no scale": (ours, "no_loss_scale", "error", None, "dynamic=True"),
     "no scale and a small loss": (
         partial(ours, factor=1e-6),
         *("no_loss_scale", "error", "fc1.weight", "of the gradients' elements underflow"),
-    ),
-    "autocast without a scaler": (
-        lambda: without(autocast_under_a_grad_scaler(), "scaler"),
-        *("no_loss_scale", "error", None, 'fp16opt.GradScaler("cpu")'),
     ),
     "autocast and a small loss": (
         lambda: without(autocast_under_a_grad_scaler(1e-6), "scaler"),
@@ -491,57 +405,18 @@ PLANTED: dict[str, tuple[Callable[[], Case], str, str, str | None, str]] = {
         partial(lora, HALF),
         *("no_loss_scale", "error", None, "FP16 activations without a loss scale"),
     ),
-    "FP16 under BF16's autocast": (fp16_under_bf16_autocast, "autocast", "error", "fc1.weight", "bf16=False"),
-    "BF16 at a small rate": (
-        partial(plain, BF16, lr=1e-5),
-        *("lost_updates", "error", "fc1.weight", "With FP32 masters 0 % are lost"),
-    ),
-    "BF16 under SGD": (
-        partial(plain, BF16, inner=SGD, lr=1e-4),
-        *("lost_updates", "error", None, "MixedPrecisionOptimizer(optimizer, named_parameters"),
-    ),
     "BF16 and no optimizer yet": (
         lambda: {**without(plain(BF16), "optimizer"), "lr": 1e-5},
         *("lost_updates", "error", "fc1.weight", "MixedPrecisionOptimizer"),
-    ),
-    "masters turned off": (
-        partial(ours, BF16, lr=1e-5, master_weights="none"),
-        *("lost_updates", "error", "fc1.weight", 'leave master_weights="none" out'),
-    ),
-    "a scale too low": (
-        partial(ours, factor=1e-7, loss_scale=2.0),
-        *("underflow", "error", "fc1.weight", "dynamic=True"),
-    ),
-    "a scale too high": (
-        partial(ours, loss_scale=2.0**24),
-        *("overflow", "error", None, "The largest scale at which none does is"),
     ),
     "a scale near the end": (partial(near_the_end, dynamic=False), "near_the_end", "warning", None, "dynamic=True"),
     "eps without masters": (
         partial(ours, loss_scale=1024.0, master_weights="none"),
         *("eps", "error", None, "eps=1e-08 is 0 in FP16"),
     ),
-    "eps of a plain Adam": (eps_of_a_plain_adam, "eps", "error", None, "masters are FP32"),
-    "an activation near the end": (
-        partial(large_activations, 5e4),
-        *("near_the_end", "warning", "act.1", "of where FP16 ends"),
-    ),
-    "an activation beyond the end": (
-        partial(large_activations, 3e5),
-        *("not_finite", "error", "act.1", "FP32 would hold it"),
-    ),
     "a nan in a weight": (
         a_nan_in_a_weight,
         *("not_finite", "error", "fc2.weight", "the weight itself holds inf or nan"),
-    ),
-    "a parameter in no optimizer": (
-        a_parameter_in_no_optimizer,
-        *("not_in_optimizer", "warning", "fc2.weight", "in no optimizer"),
-    ),
-    "a detached branch": (a_detached_branch, "no_gradient", "warning", "fc1.weight", "detach()"),
-    "an optimizer of another copy": (
-        an_optimizer_of_another_copy,
-        *("other_parameters", "error", None, "made for another model"),
     ),
     "an optimizer made before a new layer": (
         an_optimizer_made_before_a_new_layer,
@@ -555,33 +430,15 @@ PLANTED: dict[str, tuple[Callable[[], Case], str, str, str | None, str]] = {
         partial(a_clip_of_scaled_gradients, grad_accumulation="fp32"),
         *("clip", "error", None, "clip_master_grads(max_norm)"),
     ),
-    "a clip before unscale_": (
-        a_clip_before_unscale,
-        *("clip", "error", None, "scaler.unscale_(optimizer)  # before that line"),
-    ),
     "a clip of the model under a GradScaler": (
         a_clip_of_the_model_under_a_grad_scaler,
         *("clip", "error", None, "clip_grad_norm_(optimizer.master_params(), max_norm)"),
     ),
-    "a clamp through .data": (a_clamp_through_data, "gradients_written", "error", None, "clip_master_values"),
     "a scheduler that runs ahead": (
         a_scheduler_that_runs_ahead,
         *("scheduler", "warning", None, "`after()` (test_preflight.py"),
     ),
-    "a scheduler under a GradScaler": (
-        BEHIND_A_SKIP,
-        *("scheduler", "warning", None, "although the step was skipped"),
-    ),
     "weights tied by a copy": (weights_tied_by_a_copy, "weights_written", "error", "fc2.weight", "a.weight = b.weight"),
-    "weights clamped after the step": (
-        weights_clamped_after_the_step,
-        *("weights_written", "error", "fc1.weight", "write_masters()"),
-    ),
-    "two scales": (
-        lambda: {**ours(dynamic=True), "scaler": GradScaler("cpu")},
-        *("two_scales", "error", None, "a loss scale of its own (65536)"),
-    ),
-    "a plain backward at a scale": (a_plain_backward_at_a_scale, "refused", "error", None, "backward(loss)"),
 }
 
 
@@ -750,7 +607,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_checked(
 
 
 def test_a_check_that_finds_faults_leaves_the_run_alone_too() -> None:
-    for fault in (a_clip_of_scaled_gradients, a_clip_before_unscale, weights_tied_by_a_copy, a_detached_branch):
+    for fault in (a_clip_of_scaled_gradients, a_clip_before_unscale, weights_tied_by_a_copy):
         torch.manual_seed(0)
         case = fault()
         model, opt = case["model"].eval(), case["optimizer"]
@@ -817,7 +674,7 @@ def test_it_runs_no_more_than_it_says() -> None:
 # -- what it refuses ---------------------------------------------------------------------------------------------------
 
 
-def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_refuses() -> None:
     model = mlp()
     loss, opt = loss_of(model), SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got str"):
@@ -828,8 +685,6 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         check(model, lambda: 3.0)  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match=r"train_step: expected a callable"):
         check(model, loss, opt, train_step=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"train_step: expected the optimizer that it steps, too, got none"):
-        check(model, loss, train_step=lambda: None)
     with pytest.raises(TypeError, match=r"got GradScaler\. A GradScaler goes by scaler="):
         check(model, loss, GradScaler("cpu"))
     with pytest.raises(TypeError, match=r"scaler: expected a GradScaler, got float"):
@@ -840,26 +695,6 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         check(model, loss, lr=float("nan"))
     with pytest.raises(ValueError, match=r"model: expected parameters that require grad, got none"):
         check(mlp().requires_grad_(False), loss)
-    with pytest.raises(TypeError, match=r'SAM\.step\(\) raised TypeError: .*closure="reevaluate"'):
-        check(model, loss, SAM(model.parameters(), lr=0.1))
-    released = MixedPrecisionOptimizer(SGD(mlp(BF16).parameters(), lr=0.1), gradient_release=True)
-    with pytest.raises(ValueError, match=r"gradient_release=True steps parameters in every backward"):
-        check(model, loss, released)
-    other = mlp()
-    _, plain = amp.initialize(other, SGD(other.parameters(), lr=0.1), opt_level="O0", verbosity=0)
-    with pytest.raises(TypeError, match=r"amp\.initialize has made this SGD, at a level without master weights"):
-        check(other, loss, plain)
-
-    class Odd(SGD):
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise ValueError("not this one")
-
-    with pytest.raises(TypeError, match=r"no copy of this Odd could be made \(ValueError: not this one\)"):
-        check(model, loss, Odd(model.parameters(), lr=0.1))
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(RuntimeError, match=r"a training of several processes"):
-        check(model, loss, opt)
 
 
 def test_findings_are_plain_values() -> None:
