@@ -5,9 +5,7 @@ Each test is a row of a table that was made before the engine was rebuilt, where
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,15 @@ from torch import Tensor
 
 pytest.importorskip("lightning")
 pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
 
 import accelerate
 import lightning
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from fp16opt import GradScaler, MixedPrecisionOptimizer
 from integrations.byhand import (
     BF16,
     HALF,
+    LIGHTNING,
     OVERFLOWING,
     STEPS,
     adamw,
@@ -41,18 +38,8 @@ from integrations.byhand import (
     scaled,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:::lightning")
 SCALES_NOT = r"trainers that call it themselves have a module in fp16opt\.integrations"
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="lightning")
-        yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 def dynamic() -> dict[str, Any]:
@@ -100,18 +87,7 @@ class Manual(Module):
 
 
 def fit(module: Module, precision: str, tmp_path: Path, data: Any, **told: Any) -> Module:
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        precision=precision,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        **told,
-    )
+    trainer = lightning.Trainer(**LIGHTNING, max_epochs=1, precision=precision, default_root_dir=tmp_path, **told)
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
     return module
 
@@ -214,6 +190,3 @@ def test_accelerates_clip_under_a_scaler_raises_and_names_the_integration(made: 
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
     with pytest.raises(RuntimeError, match=r"Accelerate, transformers, timm have a module in fp16opt\.integrations"):
         optimizer.step()
-
-
-# -- transformers ------------------------------------------------------------------------------------------------------

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import transformers
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from fp16opt import Loaded, MixedPrecisionOptimizer, load_foreign
 from fp16opt.integrations.transformers import MasterWeightsMixin, Trainer
@@ -27,49 +23,19 @@ from integrations.byhand import (
     HALF,
     STEPS,
     ByHand,
+    Regressor,
     adamw,
     assert_same_run,
     batches,
     by_hand,
-    loss_of,
-    network,
+    rows,
     scale_of,
     scaled,
 )
 
 DTYPES = {"fp16": HALF, "bf16": BF16}
 every_dtype = pytest.mark.parametrize("precision", DTYPES)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Accelerate keeps its settings in the process."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*lr_scheduler.*")
-        yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
-class Regressor(nn.Module):
-    """What the Trainer trains: a module whose forward returns its loss."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.net = network(dtype)
-        self.losses: list[float] = []
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        loss = loss_of(self.net, (x, labels), next(self.net.parameters()).dtype)
-        if self.training:
-            self.losses.append(loss.item())
-        return {"loss": loss, "logits": self.net(x.to(self.net[0].weight.dtype))}
-
-
-def rows(count: int) -> list[dict[str, Tensor]]:
-    """Single samples, of which 4 are a micro-batch of ``batches``."""
-    return [{"x": a, "labels": b} for x, y in batches(count) for a, b in zip(x, y, strict=True)]
+pytestmark = pytest.mark.filterwarnings("error:.*lr_scheduler.*")
 
 
 class InOrder:
