@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from fp16opt import MixedPrecisionOptimizer
 from fp16opt.fp16_utils import FP16_Optimizer
 
-from .runs import by_hand, loss_of, network
+from .runs import loss_of, network
 
 
 def sgd(params: Any) -> SGD:
@@ -35,9 +35,9 @@ def halves(*values: float) -> nn.Parameter:
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
-def test_same_bits_as_the_engine_and_as_stepping_by_hand(make: Any) -> None:
+def test_same_bits_as_the_engine(make: Any) -> None:
     """An O2-like run: half network, FP32 batch norms, a scale, clipping. One step overflows in both wrapped runs."""
-    face_net, engine_net, hand_net = network(), network(), network()
+    face_net, engine_net = network(), network()
     face = FP16_Optimizer(make(face_net.parameters()), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 1024})
     engine = MixedPrecisionOptimizer(make(engine_net.parameters()), dynamic=True, fused_step=False)
     engine.loss_scale = 1024.0
@@ -55,7 +55,6 @@ def test_same_bits_as_the_engine_and_as_stepping_by_hand(make: Any) -> None:
         assert face.overflow is engine.step_was_skipped is (step == 5)
         if step == 5:
             assert clipped == -1
-            # by hand that step is left out altogether, its batch's running statistics included
         else:
             assert_same_bits(clipped, norm, f"norm in step {step}")
     for ours, theirs in zip(face.master_params(), engine.master_params(), strict=True):
@@ -65,10 +64,6 @@ def test_same_bits_as_the_engine_and_as_stepping_by_hand(make: Any) -> None:
         assert_same_bits(ours, theirs, name)
     assert face.loss_scale == engine.loss_scale == 512.0
     assert any(not torch.equal(a, b) for a, b in zip(before, face_net.parameters(), strict=True))
-    masters = by_hand(hand_net, make, [s for s in range(12) if s != 5], 1024.0, max_norm=0.5)
-    for ours, theirs in zip(face.master_params(), masters, strict=True):
-        # The engine's norm is summed in another order, so the clip's factor may differ in its last bit.
-        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
 
 
 def test_master_gradients_are_written_when_backward_returns() -> None:
