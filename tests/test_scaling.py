@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from hypothesis import given
@@ -13,37 +14,6 @@ from hypothesis import strategies as st
 from scalers import ODD, tell, trackers
 
 from fp16opt.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
-
-
-class Oracle:
-    """The rule in plain Python; float32 products by numpy."""
-
-    def __init__(self, init: float, growth: float, backoff: float, interval: int, hysteresis: int,
-                 floor: float, ceiling: float) -> None:  # fmt: skip
-        f = np.float32
-        self.scale, self.growth, self.backoff = f(init), f(growth), f(backoff)
-        self.floor, self.ceiling = f(floor), f(ceiling)
-        self.interval, self.hysteresis = interval, hysteresis
-        self.clean = self.left = self.skips = 0
-        self.left = hysteresis
-
-    def update(self, overflow: bool) -> None:
-        if overflow:
-            self.clean = 0
-            self.skips += 1
-            if self.left > 1:
-                self.left -= 1
-            else:
-                self.scale = max(self.scale * self.backoff, self.floor)
-            return
-        self.skips = 0
-        self.left = self.hysteresis
-        self.clean += 1
-        if self.clean == self.interval:
-            self.clean = 0
-            with np.errstate(over="ignore"):
-                self.scale = min(self.scale * self.growth, self.ceiling)
-
 
 # -- the rule ------------------------------------------------------------------------------------------------
 
@@ -67,13 +37,15 @@ def settings(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(settings(), st.lists(st.booleans(), max_size=60))
 def test_update_is_the_oracle_s(chosen: dict[str, Any], overflows: list[bool]) -> None:
-    scaler, oracle = DynamicLossScaler(**chosen), Oracle(*chosen.values())
+    numbers = [np.float32(value) if isinstance(value, float) else value for value in chosen.values()]
+    scaler, rule = DynamicLossScaler(**chosen), oracle.DynamicScaler(*numbers)
     for overflow in overflows:
         before = scaler.scale
         kept = before.item()
         tell(scaler, overflow)
-        oracle.update(overflow)
-        assert trackers(scaler) == (float(oracle.scale), oracle.clean, oracle.skips)
+        with np.errstate(over="ignore"):
+            rule.update(overflow)
+        assert trackers(scaler) == (float(rule.scale), rule.clean, rule.bad)
         assert before.item() == kept, "a scale that was read must keep its value"
 
 

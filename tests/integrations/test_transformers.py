@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.checks import assert_same
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -126,16 +127,8 @@ def test_resumed_in_the_middle_it_ends_in_the_same_bits(precision: str, fused: A
     checkpoint = tmp_path / "whole" / f"checkpoint-{STEPS // 2}"
     rest = run(precision, tmp_path / "rest", str(checkpoint), masters(precision, fused_step=fused), **told)
     assert rest.model.losses == whole.model.losses[STEPS:]
-    for one, other in zip(
-        rest.optimizer.optimizer.master_params(), whole.optimizer.optimizer.master_params(), strict=True
-    ):
-        assert torch.equal(one, other)
-    for one, other in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert rest.optimizer.optimizer.loss_scale == whole.optimizer.optimizer.loss_scale
-    mine, want = rest.optimizer.state_dict()["optimizer"], whole.optimizer.state_dict()["optimizer"]
-    for number, state in want["state"].items():
-        assert all(torch.equal(mine["state"][number][key], value) for key, value in state.items())
+    assert_same(rest.optimizer.state_dict(), whole.optimizer.state_dict(), "optimizer")
+    assert_same(dict(rest.model.state_dict()), dict(whole.model.state_dict()), "model")
 
 
 @pytest.mark.parametrize(("dtype", "dynamic"), [(HALF, True), (BF16, False)], ids=str)
@@ -548,13 +541,3 @@ def test_deepspeed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(accelerate.Accelerator, "distributed_type", kind)
     with pytest.raises(ValueError, match=r"DEEPSPEED keeps masters and a loss scale of its own\. Use transformers\.Tr"):
         Ordered(Regressor(HALF), arguments(tmp_path))
-
-
-def test_fsdp1_is_refused_by_name(tmp_path: Path) -> None:
-    """Its pieces, as they are marked, don't tell which part of a weight they are."""
-    model = Regressor(HALF)
-    for param in model.parameters():
-        param._fsdp_flattened = True  # type: ignore[attr-defined]
-    trainer = Ordered(model, arguments(tmp_path, max_steps=1), train_dataset=rows(4))
-    with pytest.raises(ValueError, match=r"FullyShardedDataParallel \(FSDP1\)"):
-        trainer.train()
