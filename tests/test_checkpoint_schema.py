@@ -10,16 +10,13 @@ import pytest
 import torch
 from engine.checks import assert_same, flatten
 from rooms import (
-    ADAM,
     BY_ID,
     Room,
-    odd_room,
     refused,
     tensors,
     through_file,
 )
-from specs import CASES, OptimizerCase, one_per_class, params_of
-from torch import Tensor
+from specs import OptimizerCase, one_per_class, params_of
 from torch.nn import Parameter
 
 import fp16opt
@@ -29,93 +26,7 @@ from fp16opt.scaling import DynamicLossScaler
 # -- what is built, and back ---------------------------------------------------------------------------------
 
 
-def test_build_is_plain_and_complete() -> None:
-    room = Room().train(2)
-    sd = room.build()
-    assert list(sd) == ["version", "optimizer", "masters", "scaler", "steps", "skipped_steps"]
-    assert sd["version"] == checkpoint.VERSION == 2
-    assert [type(m) for m in sd["masters"]] == [Tensor, type(None)] * 3
-    assert not any(m.requires_grad for m in sd["masters"] if m is not None)
-    assert_same(through_file(sd), sd)
-
-
-@pytest.mark.parametrize("case", params_of(CASES))
-def test_resume_bit_exact(case: OptimizerCase) -> None:
-    own = torch.float32 if "fused" in case.id or case.kind == "sparse" else torch.float64
-    room = Room(case, seed=1, own=own).train(3)
-    for number, group in enumerate(room.optimizer.param_groups):
-        group["lr"] = group["lr"] * (0.5 + number / 4)
-        group["initial_lr"] = 0.25
-    sd = through_file(room.build())
-    fresh = Room(case, seed=2, own=own)
-    for mine, its, master in zip(fresh.params, room.params, room.masters, strict=True):
-        if master is None:
-            mine.data.copy_(its.data)
-    lists = [group["params"] for group in fresh.optimizer.param_groups]
-    fresh.scaler = DynamicLossScaler()
-    fresh.load(sd)
-    assert_same(fresh.build(), room.build(), "loaded")
-    assert all(g["params"] is kept for g, kept in zip(fresh.optimizer.param_groups, lists, strict=True))
-    room.train(3, first=3)
-    fresh.train(3, first=3)
-    assert_same(fresh.build(), room.build(), "three steps on")
-    assert_same([*fresh.params], [*room.params])
-
-
-@pytest.mark.parametrize("case", params_of(one_per_class()))
-@pytest.mark.parametrize("plain", [False, True])
-def test_training_never_edits_the_caller_s_dict(case: OptimizerCase, plain: bool) -> None:
-    source = Room(case, seed=1).train(3)
-    sd = copy.deepcopy(source.optimizer.state_dict() if plain else source.build())
-    room = Room(case, seed=2).load(sd)
-    ours = {t.data_ptr() for t in tensors([room.params, dict(room.optimizer.state), room.scaler.state_dict()])}
-    ours |= {t.data_ptr() for t in tensors(room.optimizer.param_groups)}
-    assert not {t.data_ptr() for t in tensors(sd) if t.numel()} & ours
-    before = flatten(sd)
-    room.train(3)
-    for group in room.optimizer.param_groups:
-        group["lr"] = 0.0
-        group["params"].pop()
-    assert_same(sd, before, "the caller's dict")
-
-
-@pytest.mark.parametrize("case", params_of(one_per_class()))
-def test_plain_torch_dict_keeps_masters_and_scaler(case: OptimizerCase) -> None:
-    source, room = Room(case, seed=1).train(2), Room(case, seed=2)
-    before, scaler = flatten(room.params), room.scaler.state_dict()
-    room.load(through_file(source.optimizer.state_dict()))
-    assert_same(room.optimizer.state_dict(), source.optimizer.state_dict())
-    assert_same(room.params, before)
-    assert_same(room.scaler.state_dict(), scaler)
-
-
 # -- dtypes, devices, strides --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("plain", [False, True], ids=["ours", "plain"])
-def test_saved_dtypes_stay_and_halves_of_plain_files_become_float32(plain: bool) -> None:
-    source, room = odd_room(1), odd_room(2)
-    source.optimizer.fill()
-    room.load(through_file(source.optimizer.state_dict() if plain else source.build()))
-    for p, q in zip(source.params, room.params, strict=True):
-        want = copy.deepcopy(source.optimizer.state[p])
-        if plain:
-            want["half"] = want["half"].float()
-            want["nested"][1]["a"] = (want["nested"][1]["a"][0].float(), None)
-        assert_same(room.optimizer.state[q], want, "state")
-
-
-def test_16_bit_state_of_a_torch_class_becomes_float32() -> None:
-    params = [Parameter(torch.randn(s).bfloat16()) for s in ADAM.shapes]
-    half = ADAM.make([{"params": params[:3]}, {"params": params[3:]}])
-    for p in params:
-        p.grad = torch.randn(p.shape).bfloat16()
-    half.step()
-    room = Room().load(through_file(half.state_dict()))
-    for p, q in zip(params, room.params, strict=True):
-        assert_same(room.optimizer.state[q]["exp_avg"], half.state[p]["exp_avg"].float())
-        assert half.state[p]["exp_avg"].dtype == torch.bfloat16
-    room.train(1)
 
 
 @pytest.mark.parametrize("name", ["Adam-default-foreach", "AdamW-default-fused", "Adafactor-default-foreach"])
@@ -174,30 +85,6 @@ def test_step_keeps_torch_s_rule() -> None:
 
 
 # -- hooks and overrides of the wrapped optimizer ------------------------------------------------------------
-
-
-def test_hooks_run_and_see_restored_state() -> None:
-    source, room = odd_room(1), odd_room(2)
-    source.optimizer.fill()
-    seen: list[Any] = []
-
-    def pre(opt: Any, sd: Any) -> Any:
-        seen.append("pre")
-        sd = dict(sd)
-        for entry in sd["state"].values():
-            entry["codes"] = entry["codes"] + 1  # must not reach the caller's dict
-        return sd
-
-    room.optimizer.register_load_state_dict_pre_hook(pre)
-    room.optimizer.register_load_state_dict_post_hook(lambda opt: seen.append(opt.state[room.params[0]]["codes"].dtype))
-    sd = source.build()
-    before = flatten(sd)
-    room.load(sd)
-    assert seen == ["pre", torch.int16]
-    assert (room.optimizer.state[room.params[0]]["codes"] == 12346).all()
-    assert_same(sd, before, "the caller's dict")
-    assert len(room.optimizer._optimizer_load_state_dict_pre_hooks) == 1, "our own hooks are gone"
-    assert len(room.optimizer._optimizer_load_state_dict_post_hooks) == 1
 
 
 def test_pre_hook_may_adapt_a_dict_of_another_form() -> None:
@@ -373,27 +260,6 @@ def _refuse_once(error: type[BaseException]) -> Any:
             raise error("from the scaler")
 
     return load_state_dict
-
-
-def test_override_with_a_form_of_its_own() -> None:
-    class Wrapping(torch.optim.Adam):
-        def state_dict(self) -> Any:
-            return {"fast": super().state_dict(), "k": 5}
-
-        def load_state_dict(self, state_dict: Any) -> None:
-            super().load_state_dict(state_dict["fast"])
-            self.k = state_dict["k"]
-            for group in self.param_groups:
-                group["params"] = list(group["params"])
-
-    source, room = Room(seed=1).train(2), Room(seed=2)
-    for one in (source, room):
-        one.optimizer.__class__ = Wrapping
-    lists = [group["params"] for group in room.optimizer.param_groups]
-    room.load(through_file(source.build()))
-    assert_same(room.build(), source.build())
-    assert all(g["params"] is kept for g, kept in zip(room.optimizer.param_groups, lists, strict=True))
-    assert room.optimizer.k == 5  # type: ignore[attr-defined]
 
 
 # -- state of an optimizer that was used before --------------------------------------------------------------

@@ -154,13 +154,6 @@ def prepared(options: dict[str, Any], dtype: torch.dtype = HALF, scaler: Any = N
     return accelerator, net, opt, optimizer, scheduler
 
 
-def test_accelerate_with_a_scale_raises() -> None:
-    accelerator, net, _, optimizer, _ = prepared(dynamic())
-    accelerator.backward(loss_of(net, batches(1)[0], HALF))
-    with pytest.raises(RuntimeError, match=SCALES_NOT):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("made", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
 @pytest.mark.parametrize("clear", ["optimizer", "model"])
 def test_a_scaler_of_accelerates_drives_the_wrapper(made: Callable[..., Any], clear: str) -> None:
@@ -180,13 +173,3 @@ def test_a_scaler_of_accelerates_drives_the_wrapper(made: Callable[..., Any], cl
     assert losses == hand.losses
     assert_same_weights(net, opt, hand)
     assert opt.skipped_steps == sum(hand.skipped) > 1
-
-
-@pytest.mark.parametrize("made", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
-def test_accelerates_clip_under_a_scaler_raises_and_names_the_integration(made: Callable[..., Any]) -> None:
-    accelerator, net, opt, optimizer, _ = prepared({}, scaler=made("cpu", init_scale=8.0))
-    accelerator.backward(loss_of(net, batches(1)[0], HALF))
-    accelerator.scaler.unscale_(opt)
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
-    with pytest.raises(RuntimeError, match=r"Accelerate, transformers, timm have a module in fp16opt\.integrations"):
-        optimizer.step()
