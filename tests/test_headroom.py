@@ -96,6 +96,11 @@ def test_what_overflowed_is_a_ceiling_until_it_is_lifted() -> None:
     assert run(scaler, *[(0.0, 2.0**-9)] * 64)[-1] == 2.0**23
 
 
+def test_a_norm_that_float32_can_not_hold_is_not_counted() -> None:
+    scaler = DynamicLossScaler(2.0**4, policy="headroom")
+    assert set(run(scaler, *[(0.0, math.inf), (0.0, math.nan)] * 40)) == {2.0**4}
+
+
 # -- settings and state ------------------------------------------------------------------------------------------------
 
 

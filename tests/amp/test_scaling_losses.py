@@ -142,6 +142,17 @@ def test_an_overflow_that_is_never_stepped_does_not_cost_the_next_step(level: st
     assert not optimizer.step_was_skipped
 
 
+def test_the_scale_never_reaches_zero(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = made("O2", min_loss_scale=4.0)
+    for _ in range(20):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(X).sum() * float("inf"), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert _amp_state.loss_scalers[0].loss_scale() == 4.0
+    assert optimizer.skipped_steps == 20
+
+
 def test_growth_and_the_counts_that_scripts_read_and_write() -> None:
     model, optimizer = made("O2", max_loss_scale=32.0)
     scaler = _amp_state.loss_scalers[0]

@@ -338,23 +338,6 @@ def test_sft_trainer_with_the_mixin(tmp_path: Path) -> None:
     check_tuned(trainer, model, before)
 
 
-def test_sft_configs_own_bf16_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """``SFTConfig()`` turns BF16 autocast on by itself, under which FP16 weights run."""
-    trl = pytest.importorskip("trl")
-    import datasets
-
-    class Tuning(MasterWeightsMixin, trl.SFTTrainer):
-        pass
-
-    told = {**{name: value for name, value in TOLD.items() if name != "bf16"}, "max_steps": 1}
-    args = trl.SFTConfig(output_dir=str(tmp_path), **told)
-    assert args.bf16 is True
-    data = datasets.Dataset.from_dict({"text": [" ".join(WORDS[i : i + 8]) for i in range(20)]})
-    trainer = Tuning(tiny(HALF), args, train_dataset=data, processing_class=word_tokenizer(WORDS))
-    trainer.train()
-    assert sum("FP16 weights run under BF16 autocast (bf16=True" in message for message in caplog.messages) == 1
-
-
 def test_dpo_trainer_with_the_mixin(tmp_path: Path) -> None:
     """The model that it refers to stays as it is."""
     trl = pytest.importorskip("trl")
