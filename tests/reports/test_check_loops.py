@@ -1,4 +1,4 @@
-"""check: more than fifty sound loops that go on as if unchecked, and faults, each of which goes with the line that is advised."""
+"""check: sound loops that go on as if they had not been checked, and faults, each with the line that mends it."""
 
 from __future__ import annotations
 
@@ -252,9 +252,6 @@ SOUND = {
     + SCALED_ROUND.replace(
         "    scaler.step", "    scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 1.0)\n    scaler.step"
     ),
-    "a GradScaler over masters": "model = net(HALF); optimizer = wrap(model); scaler = fp16opt.GradScaler('cpu')"
-    + LOSS
-    + SCALED_ROUND.replace("loss_fn = fp16(loss_fn)", ""),
     "a GradScaler, with accumulation": PLAIN_FP32
     + 'scaler = torch.amp.GradScaler("cpu")'
     + SCALED_ROUND.replace("    scaler.scale(loss_fn())", "    for _ in range(4): scaler.scale(loss_fn() / 4)"),
@@ -298,9 +295,6 @@ loss_fn = lambda: (whole(base(x)) - y).square().mean()
     "a GAN": GAN.format("HALF")
     + "optimizer, second = wrap(critic, Adam, dynamic=True), wrap(maker, Adam, dynamic=True)"
     + TWO.format("opt.backward(loss())"),
-    "a GAN, plain": GAN.format("FP32")
-    + "optimizer, second = Adam(critic.parameters()), Adam(maker.parameters())"
-    + TWO.format("loss().backward()"),
     "a GAN with one GradScaler": GAN.format("FP32")
     + "optimizer, second = Adam(critic.parameters()), Adam(maker.parameters())"
     + "\nscaler = torch.amp.GradScaler('cpu')\nloss_fn, of_maker = fp16(loss_fn), fp16(of_maker)"
