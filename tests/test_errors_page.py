@@ -664,9 +664,9 @@ KINDS: dict[type[BaseException] | None, str] = {  # where it is no RuntimeError
         "a loop alone"
     ),
     L: (
-        "model written and taken, eps, no scale, halves outside of state, not in one pass, goes round, no gradients, sums "
-        "without backward, too large, not finite, step stopped, calibrating, rare, in a row, loss not finite, weights not "
-        "finite, static, below one, floor, under a GradScaler, prepared without masters, halves under BF16"
+        "model written and taken, eps, no scale, halves outside of state, not in one pass, goes round, no gradients, "
+        "sums without backward, too large, not finite, step stopped, calibrating, rare, in a row, loss not finite, "
+        "weights not finite, static, below one, floor, under a GradScaler, prepared without masters, halves under BF16"
     ),
     LossScaleError: "too many in a row",
 }
