@@ -89,20 +89,6 @@ def test_copies_after_a_scheduler_patched_step(when: str, copying: Callable) -> 
 
 
 @by_copy
-def test_gradients_of_a_copys_masters_are_read(copying: Callable) -> None:
-    model = HELD([ones(), ones()])
-    opt = MixedPrecisionOptimizer(SGD(model, lr=0.5))
-    one_step(opt, list(model), [0.5, 0.5])
-    model2, opt2 = copying((model, opt))
-    for weights, one in ((model, opt), (model2, opt2)):
-        one.zero_grad()
-        one.backward(linear_loss(list(weights), [0.25, 0.25]))
-        for master in one.master_params():
-            assert_same_bits(master.grad, torch.full((4,), 0.25))
-        one.step()
-
-
-@by_copy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_masters_of_a_copy_lie_on_the_copied_weights_memory(copying: Callable, dtype: torch.dtype, order: str) -> None:

@@ -326,15 +326,6 @@ def test_write_inside_a_closure_step_is_noticed() -> None:
     assert_same_bits(net.weight, array([1.0] * 6))
 
 
-def test_own_masters_may_be_written_freely(caplog: pytest.LogCaptureFixture) -> None:
-    p = nn.Parameter(torch.ones(4))
-    opt = MixedPrecisionOptimizer(SGD([p], lr=1.0), on_model_write="error")
-    p.data.fill_(2.0)
-    one_step(opt, [p], [0.5])
-    assert_same_bits(p, torch.full((4,), 1.5))
-    assert not caplog.records
-
-
 def test_refresh_masters_takes_the_model_as_it_is() -> None:
     net, opt = _make()
     one_step(opt, [net.weight, net.other], [LOW, LOW])

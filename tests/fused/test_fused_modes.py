@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import logging
-import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -188,49 +186,6 @@ def test_hooks_fire_once_a_step_and_their_edits_count() -> None:
     assert order[4:] == ["outer pre", "outer post"], "a skipped step fires the wrapper's own hooks only"
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_scheduler_gives_no_warning(before: bool) -> None:
-    params = parameters(dtypes=(torch.float16,))
-    inner = AdamW(params, lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5) if before else None
-    opt = MixedPrecisionOptimizer(inner, fused_step=True, loss_scale=8.0)
-    scheduler = scheduler or torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
-    assert steps_in_one_pass(opt)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(2):
-            give_grads(opt, params, step)
-            opt.step()
-            scheduler.step()
-    assert opt.param_groups[0]["lr"] == 0.025
-
-
-def test_a_master_that_the_user_wrote_reaches_the_model_without_a_gradient() -> None:
-    params, opt = made("adamw")
-    masters = list(opt.master_params())
-    train(opt, params, 0)
-    give_grads(opt, params, 1)
-    params[2].grad = None
-    with torch.no_grad():
-        masters[2].fill_(5.0)
-    opt.step()
-    assert bool((params[2] == 5).all())
-
-
-def test_model_writes_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    params, opt = made("sgd")
-    train(opt, params, 0)
-    params[2].data.fill_(2.0)
-    with caplog.at_level(logging.WARNING, logger="fp16opt"):
-        give_grads(opt, params, 1)
-        opt.step()
-    assert len(caplog.records) == 1
-    wanted = 2.0 - 0.03 * params[2].grad.float() / 8
-    assert torch.allclose(list(opt.master_params())[2], wanted, rtol=1e-6)
-    train(opt, params, 2, 3)
-    assert len(caplog.records) == 1, "what the kernel wrote was taken for a write"
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_checkpoints_move_between_fused_general_and_torch(name: str) -> None:
     """Saved by one and loaded by another, all is there bit for bit; and each goes on as it would have."""
@@ -258,22 +213,6 @@ def test_checkpoints_move_between_fused_general_and_torch(name: str) -> None:
     train(again, again_params, 2, 3)
     assert_same(again.state_dict(), opt.state_dict(), "fused, saved, loaded, fused")
     train(back, back_params, 3)
-
-
-def test_copies_and_pickles_go_on_fused() -> None:
-    params, opt = made("adamw")
-    train(opt, params, 0)
-    give_grads(opt, params, 1)
-    copies = [copy.deepcopy((params, opt)), pickle.loads(pickle.dumps((params, opt)))]
-    train(opt, params, 1)
-    for other_params, other in copies:
-        assert steps_in_one_pass(other)
-        train(other, other_params, 1)
-        assert_same(other.state_dict(), opt.state_dict())
-    file = io.BytesIO()
-    torch.save(list(opt.master_params()), file)
-    file.seek(0)
-    assert type(torch.load(file, weights_only=True)[0]) is torch.nn.Parameter
 
 
 def test_groups_and_parameters_that_come_later() -> None:
