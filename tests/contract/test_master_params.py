@@ -62,14 +62,6 @@ def test_reading_shows_true_fp32_gradients(mode: Mode, scale: str, how: str) -> 
     world.expect_step(GRADS)
 
 
-@every_mode_that_keeps_gradients
-def test_without_gradients_there_are_none(mode: Mode) -> None:
-    world = World(mode)
-    assert [m.grad for m in world.masters] == [None] * 3
-    world.backward(instead(GRADS, 0, None))
-    world.check_master_grads(instead(GRADS, 0, None))
-
-
 @with_masters
 def test_those_that_were_made_stay_readable_after_the_step(mode: Mode) -> None:
     """Until zero_grad."""

@@ -207,22 +207,6 @@ def test_a_step_that_was_refused_and_is_called_again_divides_once(cls: Any, mode
 
 
 @SCALERS
-@UNSCALES
-def test_asking_on_the_way_changes_nothing(cls: Any, unscales: bool) -> None:
-    world = Driven(FUSED, cls)
-
-    def ask() -> None:
-        assert not world.opt.step_was_skipped
-        assert world.opt.skipped_steps == 0
-        assert world.opt.overflow_report() == []
-        world.opt.state_dict()
-        repr(world.opt)
-
-    world.drive(GRADS, unscales, ask)
-    world.expect_stepped(GRADS)
-
-
-@SCALERS
 def test_a_copy_is_driven_too(cls: Any) -> None:
     world = Driven(FUSED, cls)
     world.drive(GRADS)
@@ -365,27 +349,6 @@ def test_after_unscale_a_further_backward_is_refused(cls: Any, mode: Mode) -> No
 
     world.drive(GRADS, True, go_on)
     world.expect_stepped(GRADS)
-
-
-@SCALERS
-@every_mode_that_keeps_gradients
-def test_a_step_given_up_after_unscale_by_the_models_zero_grad_and_a_new_backward_names_opt_zero_grad(
-    cls: Any, mode: Mode
-) -> None:
-    """The new gradients look like an edit of those that were divided."""
-    world = Driven(mode, cls)
-    world.plain_backward(GRADS)
-    world.grad_scaler.unscale_(world.opt)
-    world.model_zero_grad()
-    world.grad_scaler.update()
-    world.plain_backward(MORE)
-    with pytest.raises(RuntimeError, match=r"give the step up by opt\.zero_grad\(\)"):
-        world.finish()
-    world.check()
-    world.opt.zero_grad()
-    world.grad_scaler.update()
-    world.drive(MORE)
-    world.expect_stepped(MORE)
 
 
 # -- what a GradScaler leaves on the wrapper ---------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from engine.checks import assert_same, assert_same_bits, steps_in_one_pass
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-import fp16opt
 from fp16opt import MixedPrecisionOptimizer
 from fused.test_fused_steps import MAKERS, give_grads, made, parameters, wrap
 
@@ -225,16 +224,6 @@ def test_groups_and_parameters_that_come_later() -> None:
     assert {float(s["step"]) for s in opt.state.values()} == {1.0, 2.0}
     opt.add_param_group({"params": [half(3, dtype=torch.float64)]})
     assert "is float64" in repr(opt)
-
-
-def test_without_the_compiled_module_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, opt = made("adamw")
-    train(opt, params, 0, 1)
-    wanted = copy.deepcopy(opt.state_dict())
-    monkeypatch.setattr(fp16opt.kernels.native, "module", None)
-    others, plain = made("adamw")
-    train(plain, others, 0, 1)
-    assert_same(plain.state_dict(), wanted)
 
 
 def test_decoupled_weight_decay_as_an_option_of_adam() -> None:
