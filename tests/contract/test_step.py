@@ -26,7 +26,6 @@ from contract.worlds import (
     every_mode_that_keeps_gradients,
     every_scale,
     every_scale_but_one,
-    every_setting,
     every_setting_that_keeps_gradients,
     instead,
     values,
@@ -85,16 +84,6 @@ def test_steps_with_clips_overflows_and_growth(mode: Mode, scale: str) -> None:
 
 
 # -- nothing to do -----------------------------------------------------------------------------------------------------
-
-
-@every_setting
-def test_before_any_backward_it_does_and_counts_nothing(mode: Mode, scale: str) -> None:
-    world = World(mode, scale, scaler_settings={"growth_interval": 1}, **DECAY)
-    for _ in range(3):
-        assert world.opt.step() is None
-        world.check()
-    assert world.opt.overflow_report() == []
-    assert world.opt.stats()["steps"] == 0
 
 
 def plain(net: nn.Module, opt: MixedPrecisionOptimizer) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -37,7 +36,6 @@ from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 SCALERS = pytest.mark.parametrize("cls", [torch.amp.GradScaler, fp16opt.GradScaler], ids=["torch", "fp16opt"])
 UNSCALES = pytest.mark.parametrize("unscales", [False, True], ids=["step alone", "unscale_"])
 GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
-HAVE_MASTERS = [mode for mode in KEEPS if mode.has_masters]
 CLEARS: dict[str, Callable[[World], object]] = {
     "model.zero_grad": lambda world: world.model_zero_grad(),
     "opt.zero_grad": lambda world: world.opt.zero_grad(),
@@ -301,22 +299,6 @@ def test_after_unscale_the_door_is_closed(cls: Any, mode: Mode) -> None:
     world.grad_scaler.update()
     world.opt.update_master_grads()
     assert [m.grad for m in world.masters] == [None] * 3
-
-
-@SCALERS
-@by(HAVE_MASTERS)
-def test_after_unscale_and_a_clip_the_door_does_not_undo_it(cls: Any, mode: Mode) -> None:
-    world = Driven(mode, cls)
-    norms: list[Any] = []
-
-    def clip_and_knock() -> None:
-        norms.append(clip_grad_norm_(world.opt.master_params(), 1.0))
-        with pytest.raises(RuntimeError, match=r"clip opt\.master_params\(\)"):
-            world.opt.update_master_grads()
-
-    world.drive(GRADS, True, clip_and_knock)
-    norm = world.expect_norm(norms[0], GRADS)
-    world.expect_stepped(clipped(GRADS, norm, 1.0))
 
 
 @SCALERS

@@ -65,15 +65,6 @@ def test_its_step_and_zero_grad_raise_and_name_the_object_to_call(
     assert not torch.equal(weight.detach(), before)
 
 
-@MODES
-def test_the_wrapper_itself_may_use_it(arguments: dict[str, Any]) -> None:
-    weight, inner, opt = made(**arguments)
-    for _ in range(3):
-        train(opt, weight)
-    assert opt.optimizer is inner
-    assert weight.tolist() == pytest.approx([1.0 - 3 * 0.5] * 4, abs=0.05)
-
-
 @pytest.mark.parametrize("how", ["the same", "the wrapper"])
 def test_wrapping_twice_is_refused(how: str) -> None:
     """The cell of a notebook is run a second time."""

@@ -165,26 +165,6 @@ def test_copies_between_backward_and_step_start_without_gradients_and_keep_setti
 
 
 @by_copy
-@pytest.mark.parametrize("mode", ["refresh", "error"])
-def test_model_write_not_reverted_after_a_copy(mode: str, copying: Callable) -> None:
-    """Copies start with fresh version counters: those of the original must not be taken for theirs."""
-    model = HELD([ones()])
-    opt = MixedPrecisionOptimizer(SGD(model, lr=0.5), loss_scale=8.0, on_model_write=mode)
-    for _ in range(3):
-        one_step(opt, list(model), [0.25])
-    model2, opt2 = copying((model, opt))
-    with torch.no_grad():
-        model2[0][1] = 3.0
-    if mode == "error":
-        with pytest.raises(RuntimeError, match="param 0"):
-            opt2.state_dict()
-        return
-    one_step(opt2, list(model2), [0.25])
-    assert_same_bits(model2[0], array([0.5, 2.875, 0.5, 0.5]))
-    assert_model_is_rounded_masters(opt2)
-
-
-@by_copy
 def test_copies_keep_the_overflow_report_and_counts(copying: Callable) -> None:
     model = HELD([ones()])
     opt = recipes.engine(SGD(model, lr=0.5), init_scale=8.0, named_parameters=[("w", model[0])])

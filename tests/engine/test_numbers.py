@@ -95,17 +95,6 @@ def test_weight_decay_is_decoupled() -> None:
 
 
 @by_step
-def test_masters_keep_updates_that_16_bit_weights_lose() -> None:
-    p = ones(4)
-    opt = MixedPrecisionOptimizer(SGD([p], lr=2.0**-14), loss_scale=16.0)
-    for _ in range(32):
-        one_step(opt, [p], [1.0])
-    (m,) = opt.master_params()
-    assert_same_bits(m, array([1 - 2.0**-9] * 4, torch.float32))
-    assert_same_bits(p, array([1 - 2.0**-9] * 4))
-
-
-@by_step
 @pytest.mark.parametrize(
     ("master", "want"),
     [

@@ -154,37 +154,6 @@ def test_state_of_another_kind_goes_the_general_way(caplog: pytest.LogCaptureFix
         train(opt, params, 1)
 
 
-def test_hooks_fire_once_a_step_and_their_edits_count() -> None:
-    params, opt = made("sgd")
-    order: list[str] = []
-    masters = list(opt.master_params())
-
-    def pre(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        assert optimizer is opt.optimizer
-        order.append("pre")
-        masters[0].grad.zero_()
-
-    def post(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        order.append("post")
-        with torch.no_grad():
-            masters[2].fill_(3.0)
-
-    opt.optimizer.register_step_pre_hook(pre)
-    opt.optimizer.register_step_post_hook(post)
-    opt.register_step_pre_hook(lambda *_: order.append("outer pre"))
-    opt.register_step_post_hook(lambda *_: order.append("outer post"))
-    kept = masters[0].detach().clone()
-    train(opt, params, 0)
-    assert order == ["outer pre", "pre", "post", "outer post"]
-    assert_same_bits(masters[0].detach(), kept)
-    assert bool((params[2] == 3).all()), "the model does not hold what the hook wrote"
-    params[0].grad[0, 0] = float("inf")
-    give_grads(opt, params, 1)
-    params[0].grad[0, 0] = float("inf")
-    opt.step()
-    assert order[4:] == ["outer pre", "outer post"], "a skipped step fires the wrapper's own hooks only"
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_checkpoints_move_between_fused_general_and_torch(name: str) -> None:
     """Saved by one and loaded by another, all is there bit for bit; and each goes on as it would have."""
