@@ -325,6 +325,22 @@ def test_a_frozen_parameter_that_never_had_a_gradient_has_no_master_and_stays(ar
     assert opt.param_groups[0]["params"][1] is frozen
 
 
+@pytest.mark.parametrize("folding", ["model", "fp32"])
+def test_a_group_that_comes_between_backward_and_step_keeps_flags_and_sums(folding: str) -> None:
+    first = weight(4)
+    opt = MixedPrecisionOptimizer(SGD([first], lr=1.0), loss_scale=2.0, grad_accumulation=folding)
+    for late, bad in ((weight(4), float("inf")), (weight(4), 0.0)):
+        opt.zero_grad()
+        opt.backward(first.float().sum())
+        opt.add_param_group({"params": [late]})
+        if bad:
+            opt.backward((first.float() + late.float() * bad).sum())
+        opt.step()
+        assert opt.step_was_skipped == bool(bad)
+        assert [o.name for o in opt.overflow_report()] == ["group 1, param 0"] * bool(bad)
+    assert first.tolist() == [0.0] * 4
+
+
 def test_a_parameter_twice_is_refused_from_every_way_in() -> None:
     first = weight(4)
     opt = MixedPrecisionOptimizer(sgd([first]), loss_scale=64.0)

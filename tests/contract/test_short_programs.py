@@ -252,7 +252,7 @@ ROWS: list[Row] = [
     ("reading changes nothing", f"{WAY}; read; read; step", ALONE, EVERY),
     ("those of a plain backward are shown", "backward; read; step; model zero; plain more; read; step", KEEPS, [ONE]),
     ("what is edited there is stepped", "{backward|scale_loss}; {edit|assign|forget|spoil} master {a|b}; read; step",
-     FULL, EVERY),
+     [*FULL, "split, one pass"], EVERY),
     ("torch's clip of masters clips", "{backward|scale_loss}; {|clip 2}; torch clip; step", FULL, EVERY),
     ("a master that the user writes wins", "write master a; write masters; backward; step", FULL, EVERY),
 
