@@ -151,6 +151,20 @@ def test_a_parameter_that_is_added_gets_a_master(fused_step: Any, how: str) -> N
 
 
 @STEPS
+def test_a_parameter_that_is_removed_is_let_go(fused_step: Any) -> None:
+    first, second = weight(4), weight(3)
+    opt = MixedPrecisionOptimizer(sgd([first, second]), loss_scale=64.0, fused_step=fused_step)
+    train(opt, first, second)
+    del opt.param_groups[0]["params"][1]
+    was = second.detach().clone()
+    train(opt, first, second)
+    assert torch.equal(second.detach(), was)
+    assert len(list(opt.master_params())) == len(list(opt.model_params())) == 1
+    assert len(opt.state_dict()["masters"]) == 1
+    train(opt, first)
+
+
+@STEPS
 @pytest.mark.parametrize("accumulation", ["model", "fp32"])
 def test_a_parameter_that_is_unfrozen_gets_a_master(fused_step: Any, accumulation: str) -> None:
     first, frozen = weight(4), weight(3)
