@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,13 +19,11 @@ from contract.worlds import (
     FOLDING,
     FUSED,
     INF,
-    KEEPS,
     MIXED_FOLDING,
     MIXED_FUSED,
     MIXED_WRAPPED,
     NAN,
     SPLIT,
-    WAYS,
     WRAPPED,
     Mode,
     World,
@@ -34,9 +31,7 @@ from contract.worlds import (
     every_mode,
     every_mode_that_keeps_gradients,
     every_scale,
-    every_scale_but_one,
     every_setting,
-    every_setting_that_keeps_gradients,
     every_way,
     instead,
     plus,
@@ -47,20 +42,7 @@ from contract.worlds import (
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler
 
 GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
-CLOSED = "after the last backward of a step"
-
-
 # -- what it leaves ----------------------------------------------------------------------------------------------------
-
-
-@every_setting_that_keeps_gradients
-@every_way
-def test_the_model_holds_scaled_gradients_of_every_dtype(mode: Mode, scale: str, how: str) -> None:
-    world = World(mode, scale)
-    world.leave(how, GRADS)
-    for p, g in zip(world.params, GRADS, strict=True):
-        assert p.grad is not None
-        assert torch.equal(p.grad, (g * world.scale).to(p.dtype))
 
 
 def test_it_returns_none() -> None:
@@ -186,47 +168,6 @@ def test_a_loss_without_a_graph_is_torchs_error() -> None:
 # -- several of them ---------------------------------------------------------------------------------------------------
 
 
-@every_setting
-@every_way
-def test_several_add_up(mode: Mode, scale: str, how: str) -> None:
-    """A parameter that takes part in one of them only, and one that takes part in none."""
-    world = World(mode, scale)
-    parts = [instead(values(0.5, 1.0, 0.0), 2, None), instead(instead(values(0.25, 0.0, 0.0), 1, None), 2, None)]
-    for part in parts:
-        world.leave(how, part)
-    world.expect_step(plus(*parts))
-
-
-@every_mode
-@pytest.mark.parametrize("first", WAYS)
-@pytest.mark.parametrize("second", WAYS)
-def test_the_three_ways_add_up_with_each_other(mode: Mode, first: str, second: str) -> None:
-    world = World(mode)
-    world.leave(first, GRADS)
-    world.leave(second, MORE)
-    world.expect_step(plus(GRADS, MORE))
-
-
-@every_mode
-@pytest.mark.parametrize("where", [0, 1, 2])
-def test_an_overflow_in_any_of_them_skips_the_step(mode: Mode, where: int) -> None:
-    world = World(mode, "dynamic")
-    for k in range(3):
-        world.backward(instead(GRADS, 1, torch.full((2, 3), INF)) if k == where else GRADS)
-    world.expect_skip()
-    world.opt.zero_grad()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-
-
-@every_mode
-def test_infs_of_opposite_sign_are_noticed(mode: Mode) -> None:
-    world = World(mode, "dynamic")
-    for sign in (1, -1):
-        world.backward(instead(GRADS, 0, torch.full((4,), sign * INF)))
-    world.expect_skip()
-
-
 @every_mode_that_keeps_gradients
 @pytest.mark.parametrize("value", [2.0, INF])
 def test_after_a_step_that_was_refused_the_sum_is_checked_anew(mode: Mode, value: float) -> None:
@@ -249,160 +190,7 @@ def test_after_a_step_that_was_refused_the_sum_is_checked_anew(mode: Mode, value
         world.expect_step(plus(GRADS, more))
 
 
-def test_the_scale_stays_between_the_backwards_of_a_step() -> None:
-    world = World(WRAPPED, "dynamic", scaler_settings={"growth_interval": 1})
-    for _ in range(3):
-        world.backward(GRADS)
-        assert world.opt.loss_scale == 64.0
-    world.expect_step(times(GRADS, 3))
-    assert world.opt.loss_scale == 128.0
-
-
-GOES_ON: dict[str, Callable[[World], object]] = {
-    "update_master_grads": lambda world: world.opt.update_master_grads(),
-    "a read": lambda world: [master.grad for master in world.masters],
-    "stats": lambda world: world.opt.stats(),
-    "state_dict": lambda world: world.opt.state_dict(),
-}
-
-
-@every_setting
-@pytest.mark.parametrize("between", GOES_ON)
-def test_it_goes_on_adding_up_after(mode: Mode, scale: str, between: str) -> None:
-    world = World(mode, scale)
-    for grads in (GRADS, MORE, GRADS):
-        world.backward(grads)
-        GOES_ON[between](world)
-    total = plus(GRADS, MORE, GRADS)
-    world.check_master_grads(total)
-    world.expect_step(total)
-
-
-# -- a further one that is refused -------------------------------------------------------------------------------------
-
-CLOSES: dict[str, Callable[[World], object]] = {
-    "clip_master_grads": lambda world: world.opt.clip_master_grads(0.5),
-    "clip_master_grads at factor 1": lambda world: world.opt.clip_master_grads(1e6),
-    "clip_master_values": lambda world: world.opt.clip_master_values(0.5),
-    "clip_grad_norm_ of masters": lambda world: clip_grad_norm_(world.opt.master_params(), 0.5),
-    "an edit": lambda world: world.masters[world.half()].grad.mul_(0.5),
-    "an assigned gradient": lambda world: setattr(
-        world.masters[world.half()], "grad", torch.ones_like(world.masters[world.half()])
-    ),
-}
-
-
-@by([mode for mode in ALL if mode.has_masters])
-@every_scale
-@pytest.mark.parametrize("closes", CLOSES)
-def test_it_is_refused_after_a_clip_or_an_edit(mode: Mode, scale: str, closes: str) -> None:
-    world = World(mode, scale)
-    world.backward(GRADS)
-    CLOSES[closes](world)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=CLOSED):
-            world.backward(MORE)
-    world.check_weights()
-    world.opt.zero_grad()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-
-
-@every_mode
-def test_the_step_after_the_refusal_takes_what_was_clipped(mode: Mode) -> None:
-    world = World(mode)
-    world.backward(GRADS)
-    world.opt.clip_master_values(0.75)
-    with pytest.raises(RuntimeError, match=CLOSED):
-        world.backward(MORE)
-    world.expect_step([g.clamp(-0.75, 0.75) for g in GRADS])
-
-
-def test_clips_do_not_close_the_next_step() -> None:
-    world = World(WRAPPED)
-    for _ in range(2):
-        world.backward(GRADS)
-        world.opt.clip_master_values(0.75)
-        world.expect_step([g.clamp(-0.75, 0.75) for g in GRADS])
-        world.opt.zero_grad()
-
-
-@every_setting_that_keeps_gradients
-@pytest.mark.parametrize("edit", ["in place", "replaced", "plain backward"])
-def test_it_is_refused_where_the_models_gradients_were_written_after_the_last_one(
-    mode: Mode, scale: str, edit: str
-) -> None:
-    world = World(mode, scale)
-    world.backward(GRADS)
-    for p in world.params:
-        if edit == "in place":
-            p.grad.mul_(0.5)
-        elif edit == "replaced":
-            p.grad = p.grad * 0.5
-    if edit == "plain backward":
-        world.loss(MORE).backward()
-    with pytest.raises(RuntimeError, match=r"\.weight.*update_master_grads\(\)"):
-        world.backward(MORE)
-    world.opt.zero_grad()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-
-
 # -- gradients that are there when the first of a step begins ----------------------------------------------------------
-
-
-@every_mode
-@every_scale_but_one
-@every_way
-def test_gradients_of_a_plain_backward_must_be_cleared_first(mode: Mode, scale: str, how: str) -> None:
-    world = World(mode, scale)
-    world.loss(GRADS).backward()
-    is_late = how == "scale_loss" and not mode.folds  # the user may clear gradients after it
-    if is_late:
-        world.leave(how, MORE)
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
-        world.opt.step() if is_late else world.leave(how, MORE)
-    world.check()
-    world.opt.zero_grad()
-    world.leave(how, GRADS)
-    world.expect_step(GRADS)
-
-
-@every_mode_that_keeps_gradients
-@every_scale_but_one
-@pytest.mark.parametrize("skipped", [False, True])
-def test_gradients_of_the_last_step_must_be_cleared_first(mode: Mode, scale: str, skipped: bool) -> None:
-    """A loop that never clears would go on with another scale than its sums had, or with an inf for ever."""
-    world = World(mode, scale)
-    if skipped:
-        world.backward(instead(GRADS, 0, torch.full((4,), NAN)))
-        world.expect_skip()
-    else:
-        world.backward(GRADS)
-        world.expect_step(GRADS)
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
-        world.backward(MORE)
-    world.check()
-    world.opt.zero_grad()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-
-
-@every_mode
-def test_at_a_scale_of_one_they_add_up(mode: Mode) -> None:
-    world = World(mode, "one")
-    world.loss(GRADS).backward()
-    world.backward(MORE)
-    world.expect_step(plus(GRADS, MORE))
-
-
-@every_mode_that_keeps_gradients
-@every_way
-def test_at_a_scale_of_one_a_loop_that_never_clears_adds_up_as_in_torch(mode: Mode, how: str) -> None:
-    world = World(mode, "one")
-    for k in range(1, 4):
-        world.leave(how, GRADS)
-        world.expect_step(times(GRADS, k))
 
 
 @every_setting
@@ -418,27 +206,7 @@ def test_zeros_are_fine_at_any_scale(mode: Mode, scale: str, how: str) -> None:
     world.expect_step(GRADS)
 
 
-@pytest.mark.parametrize("mode", [FOLDING], ids=lambda mode: mode.name)
-@every_scale
-def test_fp32_sums_are_used_up_by_a_step_and_by_a_skip(mode: Mode, scale: str) -> None:
-    world = World(mode, scale, scaler_settings={"growth_interval": 1})
-    for k in range(5):
-        if k == 2:
-            world.backward([INF, 1.0, 1.0])
-            world.expect_skip()
-        else:
-            world.backward(times(GRADS, 1.0 + k))
-            world.expect_step(times(GRADS, 1.0 + k))
-
-
 # -- an abandoned batch ------------------------------------------------------------------------------------------------
-
-LOOKS: dict[str, Callable[[World], object]] = {
-    "nothing": lambda world: None,
-    "clip": lambda world: world.opt.clip_master_grads(2.0),
-    "read": lambda world: [master.grad for master in world.masters],
-    "update": lambda world: world.opt.update_master_grads(),
-}
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
@@ -457,25 +225,6 @@ def test_fp32_sums_begin_at_zero_whatever_their_memory_held(kind: str) -> None:
         torch.use_deterministic_algorithms(before)
     assert not opt.step_was_skipped
     assert torch.equal(weight.detach(), torch.full_like(weight, -2.0))
-
-
-@every_setting_that_keeps_gradients
-@pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("clear", ["opt", "model"])
-def test_an_abandoned_batch_leaves_nothing(mode: Mode, scale: str, look: str, clear: str) -> None:
-    """Nothing on parameters that the next batch does not use either."""
-    world = World(mode, scale)
-    world.backward([NAN, NAN, NAN])
-    LOOKS[look](world)
-    if clear == "opt":
-        world.opt.zero_grad()
-        if look != "nothing":
-            world.reference.give_up()
-    else:
-        world.model_zero_grad()
-    grads = instead(GRADS, 0, None)
-    world.backward(grads)
-    world.expect_step(grads)
 
 
 # -- a scaler of its own -----------------------------------------------------------------------------------------------
@@ -573,88 +322,6 @@ def test_one_scaler_may_serve_two_wrappers() -> None:
 
 
 # -- an exception out of it --------------------------------------------------------------------------------------------
-
-
-class Trap(torch.autograd.Function):
-    """Identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise KeyError("in backward")
-
-
-def interrupted(world: World) -> None:
-    """Gradients of the first parameter are there; those of the others never came."""
-    first, second, third = world.params
-    loss = Trap.apply(second.float()).sum() + Trap.apply(third.float()).sum()
-    with pytest.raises(KeyError, match="in backward"):
-        world.opt.backward(loss + first.float().sum())  # autograd runs later nodes first
-    assert first.grad is not None
-
-
-REFUSED: dict[str, Callable[[World], object]] = {
-    "backward": lambda world: world.backward(GRADS),
-    "clip_master_grads": lambda world: world.opt.clip_master_grads(1.0),
-    "clip_master_values": lambda world: world.opt.clip_master_values(1.0),
-    "step": lambda world: world.opt.step(),
-    "update_master_grads": lambda world: world.opt.update_master_grads(),
-}
-
-
-@by([WRAPPED, FUSED, MIXED_WRAPPED, MIXED_FUSED, FOLDING])
-@pytest.mark.parametrize("call", REFUSED)
-@pytest.mark.parametrize("second", [False, True], ids=["the first", "the second"])
-def test_after_an_exception_everything_is_refused_until_gradients_are_cleared(
-    mode: Mode, call: str, second: bool
-) -> None:
-    world = World(mode, "dynamic")
-    if second:
-        world.backward(GRADS)
-    interrupted(world)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
-            REFUSED[call](world)
-    world.check()
-    world.opt.zero_grad()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-
-
-@by(KEEPS)
-@pytest.mark.parametrize("call", REFUSED)
-def test_after_an_exception_the_models_zero_grad_clears_too(mode: Mode, call: str) -> None:
-    world = World(mode, "dynamic")
-    interrupted(world)
-    world.model_zero_grad()
-    REFUSED[call](world)
-    if call != "step":
-        world.model_zero_grad()
-    world.opt.step()
-    world.check()
-    world.opt.zero_grad()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-
-
-def test_a_gradient_hook_that_raises_interrupts() -> None:
-    world = World(WRAPPED)
-
-    def fail(_: Tensor) -> None:
-        raise KeyError("hook")
-
-    handle = world.params[0].register_post_accumulate_grad_hook(fail)
-    with pytest.raises(KeyError, match="hook"):
-        world.backward(GRADS)
-    handle.remove()
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
-        world.opt.step()
-    world.opt.zero_grad()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
 
 
 def test_a_checkpoint_that_is_loaded_after_an_exception_leaves_incomplete_gradients_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,23 +15,16 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
-from contract.reference import clipped, total_norm
+from contract.reference import clipped
 from contract.worlds import (
-    ALL,
     INF,
     NAN,
     WRAPPED,
     Mode,
     World,
-    by,
     every_mode,
-    every_mode_that_keeps_gradients,
     every_scale_but_one,
-    every_setting,
-    every_setting_that_keeps_gradients,
-    every_way,
     instead,
-    times,
     values,
 )
 from fp16opt import MixedPrecisionOptimizer
@@ -40,7 +32,6 @@ from fp16opt import MixedPrecisionOptimizer
 GRADS = values(0.5, 1.0, -0.5)
 SHAPES = [(70,), (8, 9), (), (0,), (3, 5, 2)]
 KINDS = (torch.float16, torch.float32, torch.bfloat16, torch.float16, torch.float16)
-FIRST_AND_THIRD = (0, 2)
 steps = pytest.mark.parametrize("fused_step", ["auto", False])
 
 
@@ -79,20 +70,6 @@ def test_norm_and_gradients_follow_torchs_rule(norm_type: float, max_norm: float
             np.testing.assert_allclose(m.grad.numpy(), c, rtol=8 * 2.0**-24)
 
 
-@steps
-def test_it_agrees_with_torchs_function(fused_step: bool | str) -> None:
-    opt, _ = prepared(fused_step)
-    opt.update_master_grads()
-    copies = [nn.Parameter(m.detach().clone()) for m in opt.master_params()]
-    for c, m in zip(copies, opt.master_params(), strict=True):
-        c.grad = m.grad.clone()
-    theirs = clip_grad_norm_(copies, 0.5)
-    # Theirs sums in float32 over 175 elements: relative error below 175 * 2^-24.
-    assert float(opt.clip_master_grads(0.5)) == pytest.approx(float(theirs), rel=175 * 2.0**-24)
-    for c, m in zip(copies, opt.master_params(), strict=True):
-        np.testing.assert_allclose(m.grad.numpy(), c.grad.numpy(), rtol=180 * 2.0**-24)
-
-
 @pytest.mark.parametrize("spelled", ["inf", INF, math.inf])
 def test_the_largest_norm_may_be_spelled_as_torch_has_it(spelled: Any) -> None:
     opt, grads = prepared("auto")
@@ -118,37 +95,6 @@ def test_the_factor_has_torchs_bits(norm: float, max_norm: float) -> None:
     assert_same_bits(p, (1.0 - theirs.grad).detach())
 
 
-@every_setting
-@every_way
-def test_the_step_takes_clipped_gradients(mode: Mode, scale: str, how: str) -> None:
-    world = World(mode, scale)
-    for max_norm in (2.0, 1e6, 0.125):
-        world.leave(how, GRADS)
-        norm = world.expect_norm(world.opt.clip_master_grads(max_norm), GRADS)
-        world.expect_step(clipped(GRADS, norm, max_norm))
-        world.opt.zero_grad()
-
-
-@every_mode
-def test_masters_show_clipped_gradients(mode: Mode) -> None:
-    world = World(mode)
-    world.backward(GRADS)
-    norm = world.expect_norm(world.opt.clip_master_grads(0.5), GRADS)
-    world.check_master_grads(clipped(GRADS, norm, 0.5))
-    world.expect_step(clipped(GRADS, norm, 0.5))
-
-
-@every_mode_that_keeps_gradients
-def test_the_models_gradients_stay_as_they_are(mode: Mode) -> None:
-    """Scaled and unclipped, those of FP32 parameters too, until something needs the true ones."""
-    world = World(mode)
-    world.backward(GRADS)
-    before = [p.grad.clone() for p in world.params]
-    world.opt.clip_master_grads(0.5)
-    for p, was in zip(world.params, before, strict=True):
-        assert torch.equal(p.grad, was)
-
-
 @steps
 def test_nothing_to_clip_touches_no_gradient_memory(fused_step: bool | str) -> None:
     opt, grads = prepared(fused_step)
@@ -160,109 +106,7 @@ def test_nothing_to_clip_touches_no_gradient_memory(fused_step: bool | str) -> N
         assert_same_bits(m.grad, value)
 
 
-@every_mode
-def test_a_second_clip_measures_what_the_first_has_left(mode: Mode) -> None:
-    world = World(mode)
-    world.backward(GRADS)
-    norm = world.expect_norm(world.opt.clip_master_grads(2.0), GRADS)
-    left = clipped(GRADS, norm, 2.0)
-    assert float(world.opt.clip_master_grads(1e6)) == pytest.approx(total_norm(left), rel=2.0**-22)
-    assert float(world.opt.clip_master_grads(0.5)) == pytest.approx(total_norm(left), rel=2.0**-22)
-    assert float(world.opt.clip_master_grads(1e6)) == pytest.approx(0.5, rel=2.0**-19)  # of the 1e-6 in the factor
-
-
-@every_mode
-def test_sums_of_several_backwards_are_clipped(mode: Mode) -> None:
-    world = World(mode)
-    for _ in range(3):
-        world.backward(GRADS)
-    norm = world.expect_norm(world.opt.clip_master_grads(1.0), times(GRADS, 3))
-    world.expect_step(clipped(times(GRADS, 3), norm, 1.0))
-
-
-# -- edits -------------------------------------------------------------------------------------------------------------
-
-EDITS: dict[str, Callable[[Tensor], object]] = {
-    "in place": lambda master: master.grad.mul_(3.0),
-    "replaced": lambda master: setattr(master, "grad", master.grad * 3.0),
-}
-
-
-@by([mode for mode in ALL if mode.has_masters])
-@pytest.mark.parametrize("edit", EDITS)
-def test_edited_master_gradients_are_measured_anew(mode: Mode, edit: str) -> None:
-    world = World(mode)
-    world.backward(GRADS)
-    i = world.half()
-    EDITS[edit](world.masters[i])
-    edited = instead(GRADS, i, GRADS[i] * 3.0)
-    norm = world.expect_norm(world.opt.clip_master_grads(1.0), edited)
-    world.expect_step(clipped(edited, norm, 1.0))
-
-
-@every_setting_that_keeps_gradients
-def test_a_model_gradient_that_was_written_after_backward_is_refused(mode: Mode, scale: str) -> None:
-    world = World(mode, scale)
-    world.backward(GRADS)
-    world.params[1].grad.mul_(0.5)
-    for call in (lambda: world.opt.clip_master_grads(1.0), lambda: world.opt.clip_master_values(1.0)):
-        with pytest.raises(RuntimeError, match=r"second\.weight.*update_master_grads\(\)"):
-            call()
-    world.opt.update_master_grads()
-    grads = instead(GRADS, 1, GRADS[1] * 0.5)
-    norm = world.expect_norm(world.opt.clip_master_grads(1.0), grads)
-    world.expect_step(clipped(grads, norm, 1.0))
-
-
-@every_mode_that_keeps_gradients
-@pytest.mark.parametrize("look", ["nothing", "clip", "update", "read"])
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_dropped_gradient_goes_with_its_flag_and_its_part_of_the_norm(mode: Mode, look: str, which: int) -> None:
-    world = World(mode, "dynamic")
-    world.backward(instead(GRADS, which, torch.full_like(GRADS[which], NAN)))
-    if look == "clip":
-        world.opt.clip_master_grads(2.0)
-    if look == "update":
-        world.opt.update_master_grads()
-    if look == "read":
-        assert world.masters[world.half()].grad is not None
-    world.params[which].grad = None
-    grads = instead(GRADS, which, None)
-    norm = world.expect_norm(world.opt.clip_master_grads(2.0), grads)
-    assert world.masters[which].grad is None
-    world.expect_step(clipped(grads, norm, 2.0))
-
-
-@every_mode_that_keeps_gradients
-def test_a_gradient_that_is_dropped_after_a_clip_leaves_the_others_clipped(mode: Mode) -> None:
-    """As with torch's clip_grad_norm_."""
-    world = World(mode)
-    world.backward(GRADS)
-    norm = world.expect_norm(world.opt.clip_master_grads(2.0), GRADS)
-    world.params[0].grad = None
-    world.expect_step(instead(clipped(GRADS, norm, 2.0), 0, None))
-
-
 # -- what came without backward ----------------------------------------------------------------------------------------
-
-
-@every_mode
-def test_at_a_scale_of_one_a_plain_backward_is_clipped(mode: Mode) -> None:
-    world = World(mode, "one")
-    world.loss(GRADS).backward()
-    norm = world.expect_norm(world.opt.clip_master_grads(1.0), GRADS)
-    world.expect_step(clipped(GRADS, norm, 1.0))
-
-
-@every_mode
-@every_scale_but_one
-def test_at_another_scale_a_plain_backward_is_refused(mode: Mode, scale: str) -> None:
-    world = World(mode, scale)
-    world.loss(GRADS).backward()
-    for call in (lambda: world.opt.clip_master_grads(1.0), lambda: world.opt.clip_master_values(1.0)):
-        with pytest.raises(RuntimeError, match=r"opt\.backward\(loss\)"):
-            call()
-    world.check()
 
 
 @every_mode
@@ -280,14 +124,6 @@ def test_after_a_step_left_gradients_are_refused(mode: Mode, scale: str) -> None
     assert float(world.opt.clip_master_grads(1.0)) == 0.0
 
 
-@every_setting
-def test_without_gradients_the_norm_is_zero_and_nothing_is_closed(mode: Mode, scale: str) -> None:
-    world = World(mode, scale)
-    assert float(world.opt.clip_master_grads(1.0)) == 0.0
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-
-
 @every_mode
 def test_zeros_stay_zeros(mode: Mode) -> None:
     world = World(mode)
@@ -297,19 +133,6 @@ def test_zeros_stay_zeros(mode: Mode) -> None:
 
 
 # -- what is not finite ------------------------------------------------------------------------------------------------
-
-
-@every_mode
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF], ids=str)
-@pytest.mark.parametrize("bad", [INF, NAN], ids=str)
-def test_gradients_that_are_not_finite_stay_and_the_step_skips(mode: Mode, norm_type: float, bad: float) -> None:
-    world = World(mode, "dynamic")
-    grads = instead(GRADS, 1, torch.full((2, 3), bad))
-    world.backward(grads)
-    assert not bool(world.opt.clip_master_grads(0.5, norm_type).isfinite())
-    got = world.masters[world.half()].grad
-    assert torch.equal(got, grads[world.half()])
-    world.expect_skip()
 
 
 @every_mode
@@ -369,47 +192,6 @@ def test_fp64_gradients_are_clipped_in_fp64() -> None:
 # -- some of them ------------------------------------------------------------------------------------------------------
 
 
-def some(world: World, which: tuple[int, ...], masters: bool) -> list[Tensor]:
-    of = world.masters if masters else world.params
-    return [of[i] for i in which]
-
-
-def clip_some(grads: Any, which: tuple[int, ...], largest: float, norm: float) -> list[Tensor]:
-    """What torch's rule leaves of ``grads`` where those at ``which`` are clipped, their norm being ``norm``."""
-    factor = min(np.float32(1.0), np.float32(largest) / (np.float32(norm) + np.float32(1e-6)))
-    return [g * float(factor) if i in which else g for i, g in enumerate(grads)]
-
-
-@every_setting
-@pytest.mark.parametrize("as_masters", [False, True], ids=["model", "masters"])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF], ids=str)
-def test_the_norm_of_some_is_theirs_and_the_others_stay(
-    mode: Mode, scale: str, as_masters: bool, norm_type: float
-) -> None:
-    if as_masters and not mode.has_masters:
-        pytest.skip("there are no masters to name")
-    world = World(mode, scale)
-    world.backward(GRADS)
-    norm = world.opt.clip_master_grads(1.0, norm_type, params=iter(some(world, FIRST_AND_THIRD, as_masters)))
-    assert float(norm) == pytest.approx(total_norm([GRADS[i] for i in FIRST_AND_THIRD], norm_type), rel=2.0**-22)
-    want = clip_some(GRADS, FIRST_AND_THIRD, 1.0, float(norm))
-    world.check_master_grads(want)
-    world.expect_step(want)
-
-
-@every_mode
-def test_one_after_another_each_with_its_own_norm(mode: Mode) -> None:
-    """A second factor on top of a first one, after a clip of all, which waits for the step."""
-    world = World(mode, "static")
-    world.backward(GRADS)
-    norm = float(world.opt.clip_master_grads(2.0))
-    want = clip_some(GRADS, (0, 1, 2), 2.0, norm)
-    for i, largest in ((1, 0.5), (2, 0.125)):
-        norm = world.expect_norm(world.opt.clip_master_grads(largest, params=world.params[i]), [want[i]])
-        want = clip_some(want, (i,), largest, norm)
-    world.expect_step(want)
-
-
 @every_mode
 def test_all_by_name_is_all(mode: Mode) -> None:
     """A parameter of another optimizer, without a gradient, may be among them."""
@@ -420,22 +202,6 @@ def test_all_by_name_is_all(mode: Mode) -> None:
         world.opt.step()
     for a, b in zip(one.masters, other.masters, strict=True):
         assert torch.equal(a, b)
-
-
-@every_mode
-@pytest.mark.parametrize("where", [0, 1], ids=["among them", "in another one"])
-@pytest.mark.parametrize("bad", [INF, NAN], ids=str)
-def test_an_overflow_anywhere_skips(mode: Mode, where: int, bad: float) -> None:
-    """In the others too: then their norm is a number, and gradients stay as they are."""
-    world = World(mode, "dynamic")
-    grads = instead(GRADS, where, torch.full_like(GRADS[where], bad))
-    world.backward(grads)
-    norm = world.opt.clip_master_grads(1e-3, params=[world.params[0]])
-    if where == 0:
-        assert not bool(norm.isfinite())
-    else:
-        world.expect_norm(norm, grads[:1])
-    world.expect_skip()
 
 
 PARAMS_REFUSED: list[tuple[Any, type[Exception], str]] = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
-from contract.reference import clipped
 from contract.worlds import (
     ALL,
     FUSED,
@@ -26,10 +24,8 @@ from contract.worlds import (
     World,
     by,
     every_mode_that_keeps_gradients,
-    every_scale,
     every_scale_but_one,
     every_setting,
-    every_setting_that_keeps_gradients,
     every_way,
     instead,
     times,
@@ -40,13 +36,6 @@ from fp16opt import MixedPrecisionOptimizer
 GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
 HAVE_MASTERS = [mode for mode in ALL if mode.has_masters]
 with_masters = by(HAVE_MASTERS)
-HANDED_OUT: dict[str, Callable[[Any], object]] = {
-    "master_params": lambda opt: list(opt.master_params()),
-    "param_groups": lambda opt: [list(group["params"]) for group in opt.param_groups],
-    "repr": repr,
-}
-
-
 # -- handing them out --------------------------------------------------------------------------------------------------
 
 
@@ -61,18 +50,6 @@ def test_they_are_fp32_in_the_order_of_the_groups() -> None:
     assert all(a is b for a, b in zip(world.opt.param_groups[0]["params"], world.masters, strict=True))
 
 
-@every_mode_that_keeps_gradients
-@pytest.mark.parametrize("handed", HANDED_OUT)
-def test_handing_them_out_computes_nothing(mode: Mode, handed: str) -> None:
-    """Nothing was read, or a write past the version counter would come too late."""
-    world = World(mode)
-    world.backward(GRADS, update_master_grads=False)
-    HANDED_OUT[handed](world.opt)
-    for p in world.params:
-        p.grad.data.mul_(0.5)
-    world.expect_step(times(GRADS, 0.5))
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -83,52 +60,6 @@ def test_reading_shows_true_fp32_gradients(mode: Mode, scale: str, how: str) -> 
     world.leave(how, GRADS)
     world.check_master_grads(GRADS)
     world.expect_step(GRADS)
-
-
-@every_setting_that_keeps_gradients
-@pytest.mark.parametrize("i", [0, 1, 2])
-def test_any_one_may_be_read_first(mode: Mode, scale: str, i: int) -> None:
-    world = World(mode, scale)
-    world.backward(GRADS)
-    assert torch.equal(world.masters[i].grad, GRADS[i])
-    world.expect_step(GRADS)
-
-
-@every_setting_that_keeps_gradients
-@every_way
-def test_reading_leaves_the_models_gradients_scaled(mode: Mode, scale: str, how: str) -> None:
-    """Of every dtype: the model's ``.grad`` and its master's are never one tensor."""
-    world = World(mode, scale)
-    world.leave(how, GRADS)
-    before = [p.grad for p in world.params]
-    world.check_master_grads(GRADS)
-    for p, grad, true in zip(world.params, before, GRADS, strict=True):
-        assert p.grad is grad
-        assert torch.equal(grad, (true * world.scale).to(p.dtype))
-    assert all(m.grad.data_ptr() != p.grad.data_ptr() for m, p in zip(world.masters, world.params, strict=True))
-    world.expect_step(GRADS)
-    for p, true in zip(world.params, GRADS, strict=True):
-        assert torch.equal(p.grad, (true * 64).to(p.dtype) if scale != "one" else true.to(p.dtype))
-
-
-@with_masters
-@pytest.mark.parametrize("i", [0, 1])
-def test_one_that_was_held_from_before_shows_them_too(mode: Mode, i: int) -> None:
-    world = World(mode)
-    held = world.masters
-    for grads in (GRADS, MORE):
-        world.opt.zero_grad()
-        world.backward(grads)
-        assert torch.equal(held[i].grad, grads[i])
-        world.expect_step(grads)
-
-
-@every_mode_that_keeps_gradients
-def test_without_gradients_there_are_none(mode: Mode) -> None:
-    world = World(mode)
-    assert [m.grad for m in world.masters] == [None] * 3
-    world.backward(instead(GRADS, 0, None))
-    world.check_master_grads(instead(GRADS, 0, None))
 
 
 @with_masters
@@ -154,18 +85,6 @@ def test_a_gradient_of_the_step_before_the_last_is_not_shown(mode: Mode, i: int)
             assert torch.equal(world.masters[i].grad, grads[i])
         world.expect_step(grads)
     assert world.masters[i].grad is None
-
-
-@every_mode_that_keeps_gradients
-def test_at_a_scale_of_one_those_of_a_later_plain_backward_are_shown(mode: Mode) -> None:
-    world = World(mode, "one")
-    world.backward(GRADS)
-    world.check_master_grads(GRADS)
-    world.expect_step(GRADS)
-    world.model_zero_grad()
-    world.loss(MORE).backward()
-    world.check_master_grads(MORE)
-    world.expect_step(MORE)
 
 
 @every_mode_that_keeps_gradients
@@ -214,43 +133,6 @@ def test_reading_inside_of_a_hook_does_nothing() -> None:
 
 # -- editing -----------------------------------------------------------------------------------------------------------
 
-EDITS: dict[str, Callable[[Tensor], object]] = {
-    "in place": lambda master: master.grad.mul_(0.5),
-    "replaced": lambda master: setattr(master, "grad", master.grad * 0.5),
-}
-
-
-@by(HAVE_MASTERS)
-@every_scale
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("i", [0, 1])
-def test_what_is_edited_there_is_stepped(mode: Mode, scale: str, edit: str, i: int) -> None:
-    world = World(mode, scale)
-    world.backward(GRADS)
-    EDITS[edit](world.masters[i])
-    edited = instead(GRADS, i, GRADS[i] * 0.5)
-    world.check_master_grads(edited)
-    world.expect_step(edited)
-
-
-@with_masters
-@every_scale
-def test_clip_grad_norm_of_masters_clips(mode: Mode, scale: str) -> None:
-    world = World(mode, scale)
-    world.backward(GRADS)
-    norm = world.expect_norm(clip_grad_norm_(world.opt.master_params(), 1.0), GRADS)
-    world.expect_step(clipped(GRADS, norm, 1.0))
-
-
-@with_masters
-def test_torchs_clip_after_the_wrappers_goes_on_from_it(mode: Mode) -> None:
-    world = World(mode)
-    world.backward(GRADS)
-    norm = world.expect_norm(world.opt.clip_master_grads(2.0), GRADS)
-    left = clipped(GRADS, norm, 2.0)
-    norm = world.expect_norm(clip_grad_norm_(world.opt.master_params(), 1.0), left)
-    world.expect_step(clipped(left, norm, 1.0))
-
 
 @with_masters
 @pytest.mark.parametrize("value", [INF, NAN])
@@ -266,43 +148,7 @@ def test_an_edit_that_is_not_finite_skips_and_one_that_mends_does_not(mode: Mode
     world.expect_step(instead(GRADS, i, torch.ones_like(GRADS[i])))
 
 
-@by([MIXED_WRAPPED, MIXED_FUSED])
-def test_the_models_own_gradient_of_an_fp32_parameter_is_not_what_is_stepped(mode: Mode) -> None:
-    """An edit after the check is refused, as in 16 bits."""
-    world = World(mode)
-    world.backward(GRADS)
-    world.opt.update_master_grads()
-    i = world.single()
-    world.params[i].grad.mul_(0.5)
-    with pytest.raises(RuntimeError, match=world.names[i] + r".*update_master_grads\(\)"):
-        world.opt.step()
-    world.check()
-    world.opt.update_master_grads()
-    world.expect_step(instead(GRADS, i, GRADS[i] * 0.5))
-
-
 # -- setting -----------------------------------------------------------------------------------------------------------
-
-
-@with_masters
-@every_scale
-@pytest.mark.parametrize("i", [0, 1])
-def test_a_gradient_that_is_set_between_backward_and_step_counts(mode: Mode, scale: str, i: int) -> None:
-    """Before any was read, too; the others are unscaled."""
-    world = World(mode, scale)
-    world.backward(GRADS)
-    world.masters[i].grad = MORE[i].clone()
-    world.expect_step(instead(GRADS, i, MORE[i]))
-
-
-@with_masters
-@every_scale
-@pytest.mark.parametrize("i", [0, 1])
-def test_one_that_is_set_to_none_is_left_alone(mode: Mode, scale: str, i: int) -> None:
-    world = World(mode, scale, weight_decay=0.125)
-    world.backward(GRADS)
-    world.masters[i].grad = None
-    world.expect_step(instead(GRADS, i, None))
 
 
 @by([WRAPPED, FUSED])
@@ -336,19 +182,6 @@ def test_a_tensor_that_does_not_fit_is_torchs_error(mode: Mode) -> None:
 
 
 # -- they are ordinary otherwise ---------------------------------------------------------------------------------------
-
-
-@with_masters
-def test_a_master_that_the_user_writes_wins_and_is_copied_down(mode: Mode) -> None:
-    world = World(mode)
-    with torch.no_grad():
-        for m, mine in zip(world.masters, world.reference.masters, strict=True):
-            m.fill_(0.3)
-            mine.fill_(0.3)
-    world.opt.write_masters()
-    world.check_weights()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
 
 
 def test_nothing_holds_a_cycle() -> None:

@@ -107,26 +107,6 @@ def test_a_parameter_put_in_anothers_place_is_trained(fused_step: Any, dtype: to
 
 
 @STEPS
-@DTYPES
-def test_a_new_head_trains_though_its_list_was_changed_in_place(fused_step: Any, dtype: torch.dtype) -> None:
-    body, head = weight(4, dtype), weight(2, dtype)
-    opt = MixedPrecisionOptimizer(
-        Adam([{"params": [body]}, {"params": [head]}], lr=0.01), dynamic=True, fused_step=fused_step
-    )
-    for _ in range(3):
-        train(opt, body, head)
-    skipped = int(opt.skipped_steps)
-    head = weight(3, dtype)
-    opt.param_groups[1]["params"][:] = [head]
-    for _ in range(3):
-        train(opt, body, head)
-    assert bool(head.isfinite().all())
-    assert not torch.equal(head.detach(), torch.ones(3, dtype=dtype))
-    assert opt.skipped_steps == skipped
-    assert [p.dtype for g in opt.param_groups for p in g["params"]] == [torch.float32] * 2
-
-
-@STEPS
 def test_a_list_reassigned_to_the_models_parameters_goes_on_training(fused_step: Any) -> None:
     """Between tasks: state is cleared and the group is given the model's parameters again."""
     beside = Beside(weight(4), weight(3), fused_step=fused_step)
@@ -141,22 +121,6 @@ def test_a_list_reassigned_to_the_models_parameters_goes_on_training(fused_step:
     beside.both(again)
     beside.train(3)
     beside.check()
-
-
-@STEPS
-def test_groups_and_lists_may_be_reordered(fused_step: Any) -> None:
-    """State and masters go with their parameters."""
-    beside = Beside(weight(4), weight(3), weight(2), weight(5), groups=2, fused_step=fused_step)
-    beside.train()
-    beside.both(lambda opt, params: opt.param_groups.reverse())
-    beside.train()
-    beside.check()
-    beside.both(lambda opt, params: opt.param_groups[0]["params"].reverse())
-    beside.train()
-    beside.check()
-    for g in beside.opt.param_groups:
-        for m in g["params"]:
-            assert beside.opt.state[m]["momentum_buffer"].shape == m.shape
 
 
 # -- added, removed, unfrozen ------------------------------------------------------------------------------------------
@@ -298,22 +262,6 @@ def test_between_a_check_and_its_step_add_param_group_raises_before_it_adds(fuse
     assert (first.tolist(), late.tolist()) == ([1.5] * 4, [1.5] * 3)
 
 
-@STEPS
-@pytest.mark.parametrize("check", CHECKS)
-def test_unfreezing_between_a_check_and_its_step_is_no_change(fused_step: Any, check: str) -> None:
-    """What the check has not seen is left alone, and trains from the next step on."""
-    first, frozen = weight(4), weight(3)
-    frozen.requires_grad_(False)
-    opt = MixedPrecisionOptimizer(sgd([first, frozen]), loss_scale=64.0, fused_step=fused_step)
-    opt.backward(((first.float() - 3.0) ** 2).sum())
-    CHECKS[check](opt)
-    frozen.requires_grad_(True)
-    opt.step()
-    assert (first.tolist(), frozen.tolist()) == ([1.5] * 4, [1.0] * 3)
-    train(opt, first, frozen)
-    assert frozen.tolist() == [1.5] * 3
-
-
 # -- reading them ------------------------------------------------------------------------------------------------------
 
 
@@ -363,27 +311,6 @@ def _plain_sgd(params: Any) -> SGD:
 @EVERY_STEP
 @DTYPES
 @pytest.mark.parametrize("look", ["nothing", *CHECKS])
-def test_a_parameter_frozen_again_between_backward_and_step_is_stepped(
-    arguments: dict[str, Any], dtype: torch.dtype, look: str
-) -> None:
-    """As in torch: it has a gradient."""
-    first, second = weight(4, dtype), weight(3, dtype)
-    opt = MixedPrecisionOptimizer(_plain_sgd([first, second]), loss_scale=64.0, **arguments)
-    opt.backward(first.float().sum() + second.float().sum())
-    second.requires_grad_(False)
-    if look != "nothing":
-        CHECKS[look](opt)
-    opt.step()
-    assert (first.tolist(), second.tolist()) == ([0.75] * 4, [0.75] * 3)
-    opt.zero_grad()
-    opt.backward(first.float().sum())
-    opt.step()
-    assert (first.tolist(), second.tolist()) == ([0.5] * 4, [0.75] * 3)
-
-
-@EVERY_STEP
-@DTYPES
-@pytest.mark.parametrize("look", ["nothing", *CHECKS])
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
 def test_a_frozen_parameter_with_a_gradient_is_stepped(
     arguments: dict[str, Any], dtype: torch.dtype, look: str, when: str
@@ -412,17 +339,20 @@ def test_a_frozen_parameter_that_never_had_a_gradient_has_no_master_and_stays(ar
     assert opt.param_groups[0]["params"][1] is frozen
 
 
-@STEPS
-def test_between_backward_and_the_check_one_may_be_added(fused_step: Any) -> None:
-    first, late = weight(4), weight(3)
-    opt = MixedPrecisionOptimizer(sgd([first]), loss_scale=64.0, fused_step=fused_step)
-    opt.backward(((first.float() - 3.0) ** 2).sum())
-    opt.add_param_group({"params": [late]})
-    opt.step()
-    assert first.tolist() == [1.5] * 4
-    assert late.tolist() == [1.0] * 3
-    train(opt, first, late)
-    assert late.tolist() == [1.5] * 3
+@pytest.mark.parametrize("folding", ["model", "fp32"])
+def test_a_group_that_comes_between_backward_and_step_keeps_flags_and_sums(folding: str) -> None:
+    first = weight(4)
+    opt = MixedPrecisionOptimizer(SGD([first], lr=1.0), loss_scale=2.0, grad_accumulation=folding)
+    for late, bad in ((weight(4), float("inf")), (weight(4), 0.0)):
+        opt.zero_grad()
+        opt.backward(first.float().sum())
+        opt.add_param_group({"params": [late]})
+        if bad:
+            opt.backward((first.float() + late.float() * bad).sum())
+        opt.step()
+        assert opt.step_was_skipped == bool(bad)
+        assert [o.name for o in opt.overflow_report()] == ["group 1, param 0"] * bool(bad)
+    assert first.tolist() == [0.0] * 4
 
 
 def test_a_parameter_twice_is_refused_from_every_way_in() -> None:
@@ -581,14 +511,3 @@ def test_a_group_may_hold_its_parameters_in_a_tuple(fused_step: Any) -> None:
     train(opt, first)
     train(opt, first)
     assert first.tolist() == [2.125] * 4
-
-
-@STEPS
-def test_each_group_has_its_own_options(fused_step: Any) -> None:
-    params = [weight(3) for _ in range(5)]
-    groups = [{"params": [p], "lr": 2.0**-i} for i, p in enumerate(params)]
-    opt = MixedPrecisionOptimizer(SGD(groups), loss_scale=8.0, fused_step=fused_step)
-    opt.backward(sum(p.float().sum() for p in params) * 0.5)
-    opt.step()
-    for i, m in enumerate(opt.master_params()):
-        assert m.tolist() == [1.0 - 0.5 * 2.0**-i] * 3

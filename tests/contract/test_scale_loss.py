@@ -7,19 +7,13 @@ from typing import Any
 import pytest
 import torch
 from specs import BAD_LOSSES
-from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contract.reference import clipped
 from contract.worlds import (
-    INF,
     WRAPPED,
     Mode,
     World,
-    every_mode,
     every_mode_that_keeps_gradients,
-    every_setting,
-    every_setting_that_keeps_gradients,
     values,
 )
 
@@ -66,53 +60,6 @@ def test_it_does_not_wait_for_the_device() -> None:
     with HostReads() as seen:
         world.opt.scale_loss(loss)
     assert seen.count == 0
-
-
-@every_setting
-def test_its_gradients_are_stepped_unscaled(mode: Mode, scale: str) -> None:
-    world = World(mode, scale)
-    for _ in range(4):
-        world.opt.zero_grad()
-        world.opt.scale_loss(world.loss(GRADS)).backward()
-        world.expect_step(GRADS)
-
-
-@every_mode
-def test_an_overflow_skips(mode: Mode) -> None:
-    world = World(mode, "dynamic")
-    world.opt.scale_loss(world.loss([INF, 1.0, 1.0])).backward()
-    world.expect_skip()
-
-
-@every_setting_that_keeps_gradients
-def test_edits_of_the_models_gradients_count(mode: Mode, scale: str) -> None:
-    """As a manual all_reduce writes them, those of FP32 parameters too."""
-    world = World(mode, scale)
-    world.opt.scale_loss(world.loss(GRADS)).backward()
-    world.params[0].grad.mul_(0.5)
-    world.params[1].grad = world.params[1].grad * 2.0
-    world.params[2].grad.data.zero_()
-    world.expect_step([GRADS[0] * 0.5, GRADS[1] * 2.0, GRADS[2] * 0.0])
-
-
-@every_mode_that_keeps_gradients
-def test_edits_count_after_a_stamped_backward_too(mode: Mode) -> None:
-    world = World(mode)
-    world.backward(GRADS)
-    world.opt.scale_loss(world.loss(GRADS)).backward()
-    for p in world.params:
-        p.grad.mul_(0.5)
-    world.expect_step(GRADS)
-
-
-@every_mode
-def test_masters_may_be_clipped_by_torchs_function(mode: Mode) -> None:
-    if not mode.has_masters:
-        pytest.skip("there are no masters to hand to it")
-    world = World(mode)
-    world.opt.scale_loss(world.loss(GRADS)).backward()
-    norm = world.expect_norm(clip_grad_norm_(world.opt.master_params(), 1.0), GRADS)
-    world.expect_step(clipped(GRADS, norm, 1.0))
 
 
 @every_mode_that_keeps_gradients

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
 from contract import reference
 from contract.reference import clipped
@@ -27,11 +26,8 @@ from contract.worlds import (
     every_mode_that_keeps_gradients,
     every_scale,
     every_scale_but_one,
-    every_setting,
     every_setting_that_keeps_gradients,
-    every_way,
     instead,
-    times,
     values,
 )
 from fp16opt import MixedPrecisionOptimizer
@@ -88,38 +84,6 @@ def test_steps_with_clips_overflows_and_growth(mode: Mode, scale: str) -> None:
 
 
 # -- nothing to do -----------------------------------------------------------------------------------------------------
-
-
-@every_setting
-def test_before_any_backward_it_does_and_counts_nothing(mode: Mode, scale: str) -> None:
-    world = World(mode, scale, scaler_settings={"growth_interval": 1}, **DECAY)
-    for _ in range(3):
-        assert world.opt.step() is None
-        world.check()
-    assert world.opt.overflow_report() == []
-    assert world.opt.stats()["steps"] == 0
-
-
-@every_setting
-def test_after_the_gradients_were_cleared_it_does_and_counts_nothing(mode: Mode, scale: str) -> None:
-    world = World(mode, scale, **DECAY)
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-    world.opt.zero_grad()
-    world.opt.step()
-    world.check()
-
-
-@every_mode
-def test_a_step_with_nothing_to_do_is_no_skip(mode: Mode) -> None:
-    world = World(mode)
-    world.backward([INF, 1.0, 1.0])
-    world.expect_skip()
-    world.opt.zero_grad()
-    world.opt.step()
-    assert not world.opt.step_was_skipped
-    assert world.opt.skipped_steps == 1
-    assert world.opt.overflow_report() == []
 
 
 def plain(net: nn.Module, opt: MixedPrecisionOptimizer) -> None:
@@ -189,49 +153,7 @@ def test_a_backward_that_gives_no_gradient_is_no_step(mode: Mode) -> None:
     assert (world.opt.stats()["steps"], world.opt.loss_scale) == (1, world.scale)
 
 
-@every_mode_that_keeps_gradients
-@pytest.mark.parametrize("look", ["nothing", "clip", "read", "update"])
-def test_after_all_gradients_were_dropped_it_is_nothing(mode: Mode, look: str) -> None:
-    world = World(mode, "dynamic")
-    world.backward([NAN, 1.0, 1.0])
-    if look == "clip":
-        world.opt.clip_master_grads(1.0)
-    if look == "read":
-        assert world.masters[world.half()].grad is not None
-    if look == "update":
-        world.opt.update_master_grads()
-    world.model_zero_grad()
-    world.opt.step()
-    world.check()
-
-
 # -- gradients that came without backward ------------------------------------------------------------------------------
-
-
-@every_mode
-def test_at_a_scale_of_one_a_plain_backward_is_stepped(mode: Mode) -> None:
-    world = World(mode, "one")
-    for grads in (GRADS, MORE):
-        world.opt.zero_grad()
-        world.loss(grads).backward()
-        world.expect_step(grads)
-    world.opt.zero_grad()
-    world.loss([1.0, NAN, 1.0]).backward()
-    world.expect_skip()
-
-
-@every_mode
-@every_scale_but_one
-def test_at_another_scale_a_plain_backward_is_refused(mode: Mode, scale: str) -> None:
-    world = World(mode, scale)
-    world.loss(GRADS).backward()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"opt\.backward\(loss\)"):
-            world.opt.step()
-    world.check()
-    world.opt.zero_grad()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
 
 
 def test_a_dynamic_scale_of_one_is_another_scale() -> None:
@@ -277,73 +199,6 @@ def test_zeros_are_stepped_as_in_torch(mode: Mode, scale: str) -> None:
 # -- the model's gradients, written after backward ---------------------------------------------------------------------
 
 
-def _replace_unwritten(p: Tensor) -> None:
-    """Another tensor that was written as often as the one it replaces."""
-    old, new = p.grad, (p.grad * 0.5).detach()
-    while new._version < old._version:
-        new.mul_(1.0)
-    p.grad = new
-
-
-WRITES: dict[str, Callable[[World, int], object]] = {
-    "in place": lambda world, i: world.params[i].grad.mul_(0.5),
-    "replaced": lambda world, i: setattr(world.params[i], "grad", world.params[i].grad * 0.5),
-    "replaced unwritten": lambda world, i: _replace_unwritten(world.params[i]),
-    "clip_grad_norm_": lambda world, i: clip_grad_norm_(world.params[i], 0.1),
-    "plain backward": lambda world, i: (world.params[i].float().sum() * 2).backward(),
-}
-STEPS: dict[str, Callable[[World], object]] = {
-    "step": lambda world: world.opt.step(),
-    "step(closure)": lambda world: world.opt.step(lambda: 1.0),
-}
-
-
-@every_setting_that_keeps_gradients
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("i", [0, 1])
-def test_a_write_is_refused_at_any_scale_and_in_any_dtype(mode: Mode, scale: str, write: str, i: int) -> None:
-    """A clip_grad_norm_(model.parameters()) left in a script would do something else than it says."""
-    world = World(mode, scale)
-    world.backward(GRADS)
-    WRITES[write](world, i)
-    for step in STEPS.values():
-        with pytest.raises(RuntimeError, match=world.names[i] + r".*update_master_grads\(\)"):
-            step(world)
-    world.check()
-    world.opt.zero_grad()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-
-
-@every_mode_that_keeps_gradients
-@pytest.mark.parametrize("i", [0, 1])
-def test_a_gradient_where_there_was_none_is_refused(mode: Mode, i: int) -> None:
-    world = World(mode)
-    world.backward(instead(GRADS, i, None))
-    world.params[i].grad = torch.ones_like(world.params[i])
-    with pytest.raises(RuntimeError, match=world.names[i] + r".*update_master_grads\(\)"):
-        world.opt.step()
-    world.check()
-
-
-@every_mode_that_keeps_gradients
-@pytest.mark.parametrize("look", ["clip", "small clip", "read", "update"])
-@pytest.mark.parametrize("i", [0, 1])
-def test_a_write_after_the_check_is_refused_after_every_kind_of_backward(mode: Mode, look: str, i: int) -> None:
-    world = World(mode)
-    world.backward(GRADS, update_master_grads=False)
-    {
-        "clip": lambda: world.opt.clip_master_grads(1e6),
-        "small clip": lambda: world.opt.clip_master_grads(0.5),
-        "read": lambda: world.masters[0].grad,
-        "update": world.opt.update_master_grads,
-    }[look]()
-    world.params[i].grad.mul_(0.5)
-    with pytest.raises(RuntimeError, match=world.names[i] + r".*update_master_grads\(\)"):
-        world.opt.step()
-    world.check()
-
-
 @by([mode for mode in ALL if mode.folds])
 @every_scale
 def test_a_plain_backward_after_fp32_sums_is_refused(mode: Mode, scale: str) -> None:
@@ -357,17 +212,6 @@ def test_a_plain_backward_after_fp32_sums_is_refused(mode: Mode, scale: str) -> 
     world.opt.zero_grad()
     world.backward(GRADS)
     world.expect_step(GRADS)
-
-
-@every_mode_that_keeps_gradients
-@pytest.mark.parametrize("how", ["unstamped", "scale_loss"])
-@pytest.mark.parametrize("write", list(WRITES)[:3])
-def test_without_a_stamp_writes_count(mode: Mode, how: str, write: str) -> None:
-    world = World(mode)
-    world.leave(how, GRADS)
-    for i in range(3):
-        WRITES[write](world, i)
-    world.expect_step(times(GRADS, 0.5))
 
 
 @every_mode_that_keeps_gradients
@@ -387,34 +231,6 @@ def test_without_a_stamp_a_written_overflow_skips_and_one_that_is_taken_away_doe
 
 
 # -- gradients that were dropped ---------------------------------------------------------------------------------------
-
-
-@every_mode_that_keeps_gradients
-@every_way
-@pytest.mark.parametrize("look", ["nothing", "read", "update", "clip"])
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_parameter_whose_gradient_is_none_is_left_alone(mode: Mode, how: str, look: str, which: int) -> None:
-    """Whenever that was set: no decay, and its nan skips nothing."""
-    world = World(mode, "dynamic", **DECAY)
-    world.leave(how, instead(GRADS, which, torch.full_like(GRADS[which], NAN)))
-    if look == "read":
-        assert world.masters[world.half()].grad is not None
-    if look == "update":
-        world.opt.update_master_grads()
-    if look == "clip":
-        world.opt.clip_master_grads(1e6)
-    world.params[which].grad = None
-    world.expect_step(instead(GRADS, which, None))
-
-
-@every_mode
-@pytest.mark.parametrize("clear", ["opt", "model"])
-def test_a_parameter_that_is_used_once_gets_no_stale_gradient(mode: Mode, clear: str) -> None:
-    world = World(mode, **DECAY)
-    for grads in (GRADS, instead(GRADS, 0, None), GRADS):
-        world.opt.zero_grad() if clear == "opt" else world.model_zero_grad()
-        world.backward(grads)
-        world.expect_step(grads)
 
 
 @every_mode_that_keeps_gradients
@@ -445,21 +261,6 @@ def test_new_zeros_in_place_of_all_gradients_are_refused(mode: Mode) -> None:
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------
-
-
-@every_mode
-@pytest.mark.parametrize("bad", [INF, -INF, NAN])
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_skip_leaves_weights_state_and_counts(mode: Mode, bad: float, which: int) -> None:
-    world = World(mode, "dynamic")
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-    state = repr(world.opt.state_dict()["optimizer"])
-    world.opt.zero_grad()
-    world.backward(instead(GRADS, which, torch.full_like(GRADS[which], bad)))
-    world.expect_skip()
-    assert repr(world.opt.state_dict()["optimizer"]) == state
-    assert [found.name for found in world.opt.overflow_report()] == [world.names[which]]
 
 
 @every_setting_that_keeps_gradients

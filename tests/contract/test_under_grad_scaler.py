@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -20,7 +19,6 @@ from contract.worlds import (
     FUSED,
     INF,
     KEEPS,
-    MIXED_FUSED,
     MIXED_WRAPPED,
     NAN,
     WRAPPED,
@@ -30,7 +28,6 @@ from contract.worlds import (
     every_mode,
     every_mode_that_keeps_gradients,
     instead,
-    plus,
     times,
     values,
 )
@@ -39,7 +36,6 @@ from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 SCALERS = pytest.mark.parametrize("cls", [torch.amp.GradScaler, fp16opt.GradScaler], ids=["torch", "fp16opt"])
 UNSCALES = pytest.mark.parametrize("unscales", [False, True], ids=["step alone", "unscale_"])
 GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
-HAVE_MASTERS = [mode for mode in KEEPS if mode.has_masters]
 CLEARS: dict[str, Callable[[World], object]] = {
     "model.zero_grad": lambda world: world.model_zero_grad(),
     "opt.zero_grad": lambda world: world.opt.zero_grad(),
@@ -92,89 +88,6 @@ def test_steps_and_skips(cls: Any, mode: Mode, unscales: bool, clear: str) -> No
             world.expect_stepped(times(GRADS, k + 1))
         CLEARS[clear](world)
     assert world.grad_scaler.get_scale() == 16.0
-
-
-@SCALERS
-@every_mode
-@UNSCALES
-def test_micro_batches_add_up(cls: Any, mode: Mode, unscales: bool) -> None:
-    world = Driven(mode, cls)
-    world.plain_backward(GRADS)
-    world.drive(MORE, unscales)
-    world.expect_stepped(plus(GRADS, MORE))
-
-
-@SCALERS
-@by(HAVE_MASTERS)
-def test_after_unscale_masters_are_clipped(cls: Any, mode: Mode) -> None:
-    world = Driven(mode, cls)
-    for _ in range(3):
-        norms: list[Any] = []
-        world.drive(GRADS, True, lambda seen=norms: seen.append(clip_grad_norm_(world.opt.master_params(), 1.0)))
-        norm = world.expect_norm(norms[0], GRADS)
-        world.expect_stepped(clipped(GRADS, norm, 1.0))
-        world.opt.zero_grad()
-
-
-@SCALERS
-@by(HAVE_MASTERS)
-def test_after_unscale_masters_show_true_gradients(cls: Any, mode: Mode) -> None:
-    world = Driven(mode, cls)
-    world.drive(GRADS, True, lambda: world.check_master_grads(GRADS))
-    world.expect_stepped(GRADS)
-
-
-@SCALERS
-@by(HAVE_MASTERS)
-def test_what_is_edited_there_is_stepped(cls: Any, mode: Mode) -> None:
-    world = Driven(mode, cls)
-    i = world.half()
-    world.drive(GRADS, True, lambda: world.masters[i].grad.mul_(0.5))
-    world.expect_stepped(instead(GRADS, i, GRADS[i] * 0.5))
-
-
-@SCALERS
-@by(HAVE_MASTERS)
-def test_an_inf_that_came_after_unscale_is_the_wrappers_to_skip(cls: Any, mode: Mode) -> None:
-    """The GradScaler has found nothing, and its scale stays."""
-    world = Driven(mode, cls)
-    world.drive(GRADS, True, lambda: world.masters[world.half()].grad.fill_(INF))
-    world.expect_skipped()
-    assert world.grad_scaler.get_scale() == 64.0
-
-
-@SCALERS
-@by([WRAPPED, FUSED, MIXED_WRAPPED, MIXED_FUSED])
-def test_after_unscale_a_clip_of_the_models_gradients_is_refused(cls: Any, mode: Mode) -> None:
-    """They are not read again, so that it would clip nothing; trainers that do so have an integration."""
-    world = Driven(mode, cls)
-    world.plain_backward(GRADS)
-    world.grad_scaler.unscale_(world.opt)
-    clip_grad_norm_(world.params, 0.1)
-    with pytest.raises(RuntimeError, match=r"fp16opt\.integrations"):
-        world.grad_scaler.step(world.opt)
-    world.check()
-
-
-@SCALERS
-@by([WRAPPED, FUSED])
-def test_the_wrappers_own_clips_go_between(cls: Any, mode: Mode) -> None:
-    world = Driven(mode, cls)
-    world.drive(GRADS, True, lambda: world.opt.clip_master_values(0.75))
-    world.expect_stepped([g.clamp(-0.75, 0.75) for g in GRADS])
-
-
-@SCALERS
-@every_mode_that_keeps_gradients
-@UNSCALES
-def test_a_gradient_that_was_dropped_is_left_alone(cls: Any, mode: Mode, unscales: bool) -> None:
-    world = Driven(mode, cls)
-    world.plain_backward(GRADS)
-    if unscales:
-        world.grad_scaler.unscale_(world.opt)
-    world.params[0].grad = None
-    world.finish()
-    world.expect_stepped(instead(GRADS, 0, None))
 
 
 @pytest.mark.parametrize("unscales", [False, True])
@@ -292,36 +205,6 @@ def test_a_step_that_was_refused_and_is_called_again_divides_once(cls: Any, mode
 
 
 @SCALERS
-@UNSCALES
-def test_asking_on_the_way_changes_nothing(cls: Any, unscales: bool) -> None:
-    world = Driven(FUSED, cls)
-
-    def ask() -> None:
-        assert not world.opt.step_was_skipped
-        assert world.opt.skipped_steps == 0
-        assert world.opt.overflow_report() == []
-        world.opt.state_dict()
-        repr(world.opt)
-
-    world.drive(GRADS, unscales, ask)
-    world.expect_stepped(GRADS)
-
-
-@SCALERS
-@by([WRAPPED, FUSED, FOLDING])
-def test_a_checkpoint_between_iterations_has_the_skips(cls: Any, mode: Mode) -> None:
-    world = Driven(mode, cls)
-    world.drive([INF, 1.0, 1.0])
-    world.expect_skipped()
-    world.opt.zero_grad()
-    saved = copy.deepcopy(world.opt.state_dict())
-    assert saved["skipped_steps"] == 1
-    world.opt.load_state_dict(saved)
-    world.drive(GRADS)
-    world.expect_stepped(GRADS)
-
-
-@SCALERS
 def test_a_copy_is_driven_too(cls: Any) -> None:
     world = Driven(FUSED, cls)
     world.drive(GRADS)
@@ -419,22 +302,6 @@ def test_after_unscale_the_door_is_closed(cls: Any, mode: Mode) -> None:
 
 
 @SCALERS
-@by(HAVE_MASTERS)
-def test_after_unscale_and_a_clip_the_door_does_not_undo_it(cls: Any, mode: Mode) -> None:
-    world = Driven(mode, cls)
-    norms: list[Any] = []
-
-    def clip_and_knock() -> None:
-        norms.append(clip_grad_norm_(world.opt.master_params(), 1.0))
-        with pytest.raises(RuntimeError, match=r"clip opt\.master_params\(\)"):
-            world.opt.update_master_grads()
-
-    world.drive(GRADS, True, clip_and_knock)
-    norm = world.expect_norm(norms[0], GRADS)
-    world.expect_stepped(clipped(GRADS, norm, 1.0))
-
-
-@SCALERS
 @every_mode
 def test_after_unscale_groups_may_not_change(cls: Any, mode: Mode) -> None:
     world = Driven(mode, cls)
@@ -464,44 +331,6 @@ def test_after_unscale_a_further_backward_is_refused(cls: Any, mode: Mode) -> No
 
     world.drive(GRADS, True, go_on)
     world.expect_stepped(GRADS)
-
-
-@SCALERS
-@every_mode_that_keeps_gradients
-@pytest.mark.parametrize("i", [0, 1])
-def test_after_unscale_a_written_gradient_of_the_model_is_refused(cls: Any, mode: Mode, i: int) -> None:
-    world = Driven(mode, cls)
-    world.plain_backward(GRADS)
-    world.grad_scaler.unscale_(world.opt)
-    world.params[i].grad.mul_(0.5)
-    with pytest.raises(RuntimeError, match=world.names[i] + r".*Clip opt\.master_params\(\).*opt\.zero_grad\(\)"):
-        world.grad_scaler.step(world.opt)
-    world.check()
-    world.opt.zero_grad()
-    world.grad_scaler.update()
-    world.drive(GRADS, True)
-    world.expect_stepped(GRADS)
-
-
-@SCALERS
-@every_mode_that_keeps_gradients
-def test_a_step_given_up_after_unscale_by_the_models_zero_grad_and_a_new_backward_names_opt_zero_grad(
-    cls: Any, mode: Mode
-) -> None:
-    """The new gradients look like an edit of those that were divided."""
-    world = Driven(mode, cls)
-    world.plain_backward(GRADS)
-    world.grad_scaler.unscale_(world.opt)
-    world.model_zero_grad()
-    world.grad_scaler.update()
-    world.plain_backward(MORE)
-    with pytest.raises(RuntimeError, match=r"give the step up by opt\.zero_grad\(\)"):
-        world.finish()
-    world.check()
-    world.opt.zero_grad()
-    world.grad_scaler.update()
-    world.drive(MORE)
-    world.expect_stepped(MORE)
 
 
 # -- what a GradScaler leaves on the wrapper ---------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 from fp16opt import MixedPrecisionOptimizer
 
@@ -66,15 +65,6 @@ def test_its_step_and_zero_grad_raise_and_name_the_object_to_call(
     assert not torch.equal(weight.detach(), before)
 
 
-@MODES
-def test_the_wrapper_itself_may_use_it(arguments: dict[str, Any]) -> None:
-    weight, inner, opt = made(**arguments)
-    for _ in range(3):
-        train(opt, weight)
-    assert opt.optimizer is inner
-    assert weight.tolist() == pytest.approx([1.0 - 3 * 0.5] * 4, abs=0.05)
-
-
 @pytest.mark.parametrize("how", ["the same", "the wrapper"])
 def test_wrapping_twice_is_refused(how: str) -> None:
     """The cell of a notebook is run a second time."""
@@ -122,37 +112,6 @@ def test_it_is_so_in_a_copy_too(way: Any) -> None:
     train(copied, mine)
     train(opt, weight)
     assert torch.equal(mine.detach(), weight.detach())
-
-
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "StepLR": lambda opt: StepLR(opt, 2, gamma=0.5),
-    "LambdaLR": lambda opt: LambdaLR(opt, lambda epoch: 1.0 / (1 + epoch)),
-    "OneCycleLR": lambda opt: OneCycleLR(opt, 0.5, total_steps=8),
-    "CosineAnnealingLR": lambda opt: CosineAnnealingLR(opt, 8),
-    "ReduceLROnPlateau": lambda opt: ReduceLROnPlateau(opt, patience=0),
-}
-
-
-@MODES
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_schedulers_made_before_wrapping_go_on_working_without_warnings(
-    arguments: dict[str, Any], scheduler: str
-) -> None:
-    weights = [nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2)]
-    inner, plain = (SGD([w], lr=0.5, momentum=0.9) for w in weights)
-    made_before, of_plain = SCHEDULERS[scheduler](inner), SCHEDULERS[scheduler](plain)
-    opt = MixedPrecisionOptimizer(inner, loss_scale=8.0, **arguments)
-    metric = (1.0,) if scheduler == "ReduceLROnPlateau" else ()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(5):
-            train(opt, weights[0])
-            made_before.step(*metric)
-            plain.zero_grad()
-            weights[1].float().sum().backward()
-            plain.step()
-            of_plain.step(*metric)
-            assert opt.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
 
 
 class TwoPhases(SGD):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,6 @@ from contract.worlds import (
     by,
     every_mode,
     every_mode_that_keeps_gradients,
-    every_setting,
     every_setting_that_keeps_gradients,
     every_way,
     instead,
@@ -99,16 +96,6 @@ def test_at_a_scale_of_one_a_gradient_may_be_set_beside_the_zeros(mode: Mode) ->
     world.expect_step(instead(zeros(), i, GRADS[i]))
 
 
-@every_setting
-@every_way
-def test_zeros_are_what_the_next_backward_adds_to(mode: Mode, scale: str, how: str) -> None:
-    world = World(mode, scale)
-    for _ in range(3):
-        world.leave(how, GRADS)
-        world.expect_step(GRADS)
-        world.opt.zero_grad(set_to_none=False)
-
-
 @every_mode_that_keeps_gradients
 def test_a_parameter_that_had_none_gets_none(mode: Mode) -> None:
     world = World(mode, **DECAY)
@@ -116,44 +103,6 @@ def test_a_parameter_that_had_none_gets_none(mode: Mode) -> None:
     world.opt.zero_grad(set_to_none=False)
     assert world.params[0].grad is None
     world.expect_step(instead(zeros(), 0, None))
-
-
-@every_mode
-def test_it_reopens_a_step_that_a_clip_had_closed(mode: Mode) -> None:
-    world = World(mode)
-    world.backward(GRADS)
-    world.opt.clip_master_grads(0.5)
-    world.opt.zero_grad()
-    world.backward(GRADS)
-    world.backward(GRADS)
-    world.expect_step(times(GRADS, 2))
-
-
-@every_mode_that_keeps_gradients
-@LOOKS
-def test_the_models_zero_grad_does_the_same(mode: Mode, look: str) -> None:
-    world = World(mode, "dynamic", **DECAY)
-    world.backward([NAN, NAN, NAN])
-    look_at(world, look)
-    world.model_zero_grad()
-    world.opt.step()
-    world.check()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-
-
-@every_mode_that_keeps_gradients
-@pytest.mark.parametrize("look", ["update", "read"])
-def test_the_models_zero_grad_clears_a_backward_after_a_look_too(mode: Mode, look: str) -> None:
-    world = World(mode, "dynamic", **DECAY)
-    world.backward(GRADS)
-    look_at(world, look)
-    world.backward([NAN, NAN, NAN])
-    world.model_zero_grad()
-    world.opt.step()
-    world.check()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
 
 
 @every_mode_that_keeps_gradients
@@ -168,15 +117,6 @@ def test_the_models_zero_grad_may_leave_zeros(mode: Mode, look: str, then: str) 
     if then == "backward":
         world.backward(GRADS)
     world.expect_step(GRADS if then == "backward" else times(GRADS, 0.0))
-
-
-@every_mode_that_keeps_gradients
-def test_of_two_models_one_may_be_cleared(mode: Mode) -> None:
-    """A GAN's: what is left of the other one's gradients is stepped, and the cleared ones are left alone."""
-    world = World(mode)
-    world.backward(GRADS)
-    world.params[0].grad = world.params[1].grad = None
-    world.expect_step([None, None, GRADS[2]])
 
 
 @every_mode
@@ -223,43 +163,3 @@ def test_a_gradient_that_autograd_gave_a_master_is_cleared() -> None:
     (0.5 * master.square().sum()).backward()
     opt.zero_grad()
     assert master.grad is None
-
-
-CLIPS: dict[str, Callable[[World], object]] = {
-    "clip_master_grads": lambda world: world.opt.clip_master_grads(0.5),
-    "clip_master_values": lambda world: world.opt.clip_master_values(0.5),
-}
-
-
-@every_mode_that_keeps_gradients
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("call", ["step", "clip"])
-def test_a_step_given_up_after_a_clip_by_the_models_zero_grad_and_a_plain_backward_names_opt_zero_grad(
-    mode: Mode, clip: str, call: str
-) -> None:
-    """The next call sees new gradients where the clip had checked others."""
-    world = World(mode, "one")
-    world.backward(GRADS)
-    CLIPS[clip](world)
-    world.model_zero_grad()
-    world.loss(GRADS).backward()
-    with pytest.raises(RuntimeError, match=r"opt\.zero_grad\(\)"):
-        world.opt.step() if call == "step" else world.opt.clip_master_grads(1.0)
-    world.check()
-    world.opt.zero_grad()
-    world.loss(GRADS).backward()
-    world.expect_step(GRADS)
-
-
-@every_mode_that_keeps_gradients
-@pytest.mark.parametrize("clip", CLIPS)
-def test_a_step_given_up_after_a_clip_by_the_models_zero_grad_begins_anew_with_the_wrappers_backward(
-    mode: Mode, clip: str
-) -> None:
-    """The backward sees them cleared."""
-    world = World(mode)
-    world.backward(GRADS)
-    CLIPS[clip](world)
-    world.model_zero_grad()
-    world.backward(GRADS)
-    world.expect_step(GRADS)

@@ -58,12 +58,14 @@ class Walk:
         self.oracle, self.driver = setting.oracle(dict(self.room["model"].items()))
         self.ran: list[tuple[Statement, str | None]] = []
 
-    def run(self, statements: Sequence[Statement]) -> None:
+    def run(self, statements: Sequence[Statement]) -> bool:
+        """Whether it came to the end."""
         for statement in statements:
             try:
                 self._do(statement)
             except Over:
-                return
+                return False
+        return True
 
     def _do(self, statement: Statement) -> None:
         sides = self.driver or self.oracle

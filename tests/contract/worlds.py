@@ -83,7 +83,6 @@ def settings_of(modes: Sequence[Mode]) -> Any:
 
 every_mode = by(ALL)
 every_mode_that_keeps_gradients = by(KEEPS)
-every_mixed_mode = by([mode for mode in ALL if mode.is_mixed])
 every_way = pytest.mark.parametrize("how", WAYS)
 every_scale = pytest.mark.parametrize("scale", SCALES)
 every_setting = settings_of(ALL)

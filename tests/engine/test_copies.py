@@ -89,20 +89,6 @@ def test_copies_after_a_scheduler_patched_step(when: str, copying: Callable) -> 
 
 
 @by_copy
-def test_gradients_of_a_copys_masters_are_read(copying: Callable) -> None:
-    model = HELD([ones(), ones()])
-    opt = MixedPrecisionOptimizer(SGD(model, lr=0.5))
-    one_step(opt, list(model), [0.5, 0.5])
-    model2, opt2 = copying((model, opt))
-    for weights, one in ((model, opt), (model2, opt2)):
-        one.zero_grad()
-        one.backward(linear_loss(list(weights), [0.25, 0.25]))
-        for master in one.master_params():
-            assert_same_bits(master.grad, torch.full((4,), 0.25))
-        one.step()
-
-
-@by_copy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_masters_of_a_copy_lie_on_the_copied_weights_memory(copying: Callable, dtype: torch.dtype, order: str) -> None:
@@ -176,26 +162,6 @@ def test_copies_between_backward_and_step_start_without_gradients_and_keep_setti
     opt2.zero_grad()
     with pytest.raises(RuntimeError, match=r"\ba\b"):
         opt2.state_dict()
-
-
-@by_copy
-@pytest.mark.parametrize("mode", ["refresh", "error"])
-def test_model_write_not_reverted_after_a_copy(mode: str, copying: Callable) -> None:
-    """Copies start with fresh version counters: those of the original must not be taken for theirs."""
-    model = HELD([ones()])
-    opt = MixedPrecisionOptimizer(SGD(model, lr=0.5), loss_scale=8.0, on_model_write=mode)
-    for _ in range(3):
-        one_step(opt, list(model), [0.25])
-    model2, opt2 = copying((model, opt))
-    with torch.no_grad():
-        model2[0][1] = 3.0
-    if mode == "error":
-        with pytest.raises(RuntimeError, match="param 0"):
-            opt2.state_dict()
-        return
-    one_step(opt2, list(model2), [0.25])
-    assert_same_bits(model2[0], array([0.5, 2.875, 0.5, 0.5]))
-    assert_model_is_rounded_masters(opt2)
 
 
 @by_copy

@@ -155,17 +155,6 @@ def test_model_write_not_reverted(
     assert_model_is_rounded_masters(opt)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_model_write_not_reverted_with_fp32_accumulation(place: str) -> None:
-    net, opt = _make(grad_accumulation="fp32")
-    steps_after = _play(net, opt, place, _data_copy)
-    got = opt.state_dict()["masters"][0]
-    assert_same_bits(
-        got[1:5], torch.full((4,), 1.0 - {"before_first_backward": 1, "after_step": 3}.get(place, 2) * LOW)
-    )
-    assert_same_bits(got[0], torch.tensor(NEW - steps_after * LOW))
-
-
 @by_writer
 def test_write_of_equal_bits_is_no_write(write: Callable[[Net], None], caplog: pytest.LogCaptureFixture) -> None:
     net, opt = _make()
@@ -324,25 +313,6 @@ def test_write_inside_a_closure_step_is_noticed() -> None:
 
     opt.step(closure)
     assert_same_bits(net.weight, array([1.0] * 6))
-
-
-def test_own_masters_may_be_written_freely(caplog: pytest.LogCaptureFixture) -> None:
-    p = nn.Parameter(torch.ones(4))
-    opt = MixedPrecisionOptimizer(SGD([p], lr=1.0), on_model_write="error")
-    p.data.fill_(2.0)
-    one_step(opt, [p], [0.5])
-    assert_same_bits(p, torch.full((4,), 1.5))
-    assert not caplog.records
-
-
-def test_refresh_masters_takes_the_model_as_it_is() -> None:
-    net, opt = _make()
-    one_step(opt, [net.weight, net.other], [LOW, LOW])
-    opt.refresh_masters()
-    for m, p in zip(opt.master_params(), net.parameters(), strict=True):
-        assert_same_bits(m, p.detach().float())
-    one_step(opt, [net.weight, net.other], [0.5, 0.5])
-    assert_same_bits(net.weight, array([0.5] * 6))
 
 
 def test_refresh_masters_logs_nothing_and_keeps_optimizer_state(caplog: pytest.LogCaptureFixture) -> None:

@@ -109,51 +109,6 @@ def test_overflow_leaves_everything_untouched_on_the_first_step() -> None:
 
 
 @by_step
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_static_scale_of_one_skips_on_inf(dtype: torch.dtype) -> None:
-    p = ones(4, dtype)
-    opt = MixedPrecisionOptimizer(AdamW([p], lr=0.5))
-    before = snapshot(opt, [p])
-    one_step(opt, [p], [torch.tensor([1.0, 1.0, INF, 1.0])])
-    assert bool(opt.step_was_skipped)
-    assert float(opt.loss_scale) == 1.0
-    assert_same(snapshot(opt, [p]), before)
-    one_step(opt, [p], [1.0])
-    assert not bool(opt.step_was_skipped)
-    assert bool((p < 1).all())
-
-
-@by_step
-def test_fp16_loss_limits_the_scale_to_2_15() -> None:
-    """A float16 loss takes its own scaled gradient in float16, so 2^16 always overflows; calibration
-    absorbs it."""
-    p = ones()
-    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), dynamic=True)
-    opt.backward((p * 0.25).sum())
-    opt.step()
-    assert bool(opt.step_was_skipped)
-    assert float(opt.loss_scale) == 2.0**15
-    opt.zero_grad()
-    opt.backward((p * 0.25).sum())
-    opt.step()
-    assert not bool(opt.step_was_skipped)
-    assert_same_bits(p, array([0.875] * 4))
-
-
-@by_step
-def test_finite_gradients_that_overflow_16_bits_when_scaled_are_skipped_then_pass() -> None:
-    p = ones()
-    opt = recipes.engine(SGD([p], lr=2.0**-12), init_scale=2.0**16)
-    opt_steps = 0
-    while int(opt.skipped_steps) == opt_steps and opt_steps < 30:
-        one_step(opt, [p], [1024.0])
-        opt_steps += 1
-    assert int(opt.skipped_steps) == opt_steps - 1 == 11  # 1024 * 2^6 = 65536 is inf, 1024 * 2^5 fits
-    assert float(opt.loss_scale) == 2.0**5
-    assert_same_bits(p, array([0.75] * 4))
-
-
-@by_step
 def test_the_product_is_tested_not_the_gradient() -> None:
     """3e38 is finite; times 1/scale = 2 it is not (torch's own check misses this)."""
     p = ones(2, torch.float32)
@@ -163,15 +118,6 @@ def test_the_product_is_tested_not_the_gradient() -> None:
     opt.step()
     assert bool(opt.step_was_skipped)
     assert_same_bits(p, torch.ones(2))
-
-
-@by_step
-def test_a_norm_beyond_fp32_with_finite_gradients_is_no_overflow() -> None:
-    p = ones(2, torch.float32)
-    opt = MixedPrecisionOptimizer(SGD([p], lr=2.0**-126))
-    one_step(opt, [p], [torch.full((2,), 3e38)])
-    assert not bool(opt.step_was_skipped)
-    assert not torch.equal(p.detach(), torch.ones(2))
 
 
 # ---- reports
@@ -282,15 +228,6 @@ def test_first_skips_of_a_dynamic_scaler_are_logged_as_calibration(caplog: pytes
 
 
 @by_step
-def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    p = ones()
-    opt = recipes.engine(SGD([p], lr=0.5), init_scale=1.0, min_scale=0.5)
-    for _ in range(4):
-        one_step(opt, [p], [INF])
-    assert capsys.readouterr().out == ""
-
-
-@by_step
 def test_masters_that_do_not_fit_the_model_are_warned_about_by_name(caplog: pytest.LogCaptureFixture) -> None:
     p, q = ones(), ones()
     opt = MixedPrecisionOptimizer(SGD([p, q], lr=1.0), named_parameters=[("small", p), ("large", q)])
@@ -304,16 +241,6 @@ def test_masters_that_do_not_fit_the_model_are_warned_about_by_name(caplog: pyte
     assert "small" not in text
     assert_same_bits(q, array([INF] * 4))
     assert_same_bits(masters[1], torch.full((4,), 65520.0))
-
-
-@by_step
-def test_skipped_steps_counts_over_the_whole_run() -> None:
-    p = ones()
-    opt = recipes.engine(SGD([p], lr=0.0), init_scale=8.0)
-    for k, bad in enumerate([True, False, True, True, False]):
-        one_step(opt, [p], [INF if bad else 1.0])
-        assert bool(opt.step_was_skipped) == bad, f"step {k}"
-    assert int(opt.skipped_steps) == 3
 
 
 def test_an_overflow_of_an_earlier_micro_batch_is_named_in_fp32_sums() -> None:

@@ -61,22 +61,6 @@ def test_an_infinite_half_at_construction_is_an_infinite_master() -> None:
     assert next(wrap(SGD([p], lr=1.0)).master_params()).tolist() == [float("inf"), -float("inf"), 1.0]
 
 
-def test_add_param_group_and_thaw() -> None:
-    p, q, r = ones(3), ones(2), ones(2)
-    r.requires_grad_(False)
-    opt = wrap(SGD([p, r], lr=2.0**-13))
-    one_step(opt, [p], [1.0])
-    opt.add_param_group({"params": [q], "lr": 2.0**-12})
-    r.requires_grad_(True)
-    for _ in range(2):
-        one_step(opt, [p, q, r], [1.0, 1.0, 1.0])
-    low = 2.0**-13
-    got = {id(model): m.tolist() for model, m in zip(opt.model_params(), opt.master_params(), strict=True)}
-    assert got[id(p)] == [1 - 3 * low] * 3
-    assert got[id(q)] == [1 - 4 * low] * 2
-    assert got[id(r)] == [1 - 2 * low] * 2
-
-
 def test_a_thawed_parameter_without_gradient_disturbs_no_other(caplog: pytest.LogCaptureFixture) -> None:
     r, p = ones(2, torch.bfloat16), ones(3, torch.bfloat16)
     r.requires_grad_(False)

@@ -124,16 +124,6 @@ def test_a_replaced_parameter_object_is_never_trained_silently(caplog: pytest.Lo
     assert_same_bits(net.first, array([3.0] * 4))
 
 
-def test_model_deepcopied_alone_does_not_disturb_the_original() -> None:
-    import copy
-
-    net, opt = _made()
-    other = copy.deepcopy(net)
-    _step(net, opt)
-    assert_same_bits(net.first, array([0.5] * 4))
-    assert_same_bits(other.first, array([1.0] * 4))
-
-
 class Rebinding(SGD):
     """Gives parameters other memory in its step, as SAM does on its way back; evaluates the closure if there is one."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch.optim import SGD
 
 from fp16opt.engine.wrapped_step import (
     WrappedOptimizerGuard,
-    extras,
-    guard_open,
     has_own_step,
     is_guarded,
 )
@@ -26,24 +23,6 @@ def made() -> tuple[Tensor, SGD]:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     return weight, SGD([weight], lr=0.5)
-
-
-def test_step_and_zero_grad_raise_unless_the_guard_is_open() -> None:
-    weight, inner = made()
-    assert not is_guarded(inner)
-    guard = WrappedOptimizerGuard(inner)
-    assert is_guarded(inner)
-    for name in ("step", "zero_grad"):
-        with pytest.raises(RuntimeError, match=rf"SGD.{name}\(\) was called .*Call opt.{name}\(\) of the MixedPrec"):
-            getattr(inner, name)()
-    with guard.open(), guard.open():
-        inner.step()
-    assert weight[0] == 0.5
-    with guard_open(inner):
-        inner.zero_grad()
-    assert weight.grad is None
-    with pytest.raises(RuntimeError, match="behind its back"):
-        inner.step()
 
 
 def test_there_is_no_reference_cycle() -> None:
@@ -58,15 +37,6 @@ def test_there_is_no_reference_cycle() -> None:
         gc.enable()
     with pytest.raises(ReferenceError, match="of an optimizer that was freed"):
         step()
-
-
-def test_copies_and_pickles_have_no_guard() -> None:
-    _, inner = made()
-    WrappedOptimizerGuard(inner)
-    for copied in (copy.deepcopy(inner), pickle.loads(pickle.dumps(inner))):
-        assert not is_guarded(copied)
-        copied.step()
-    assert not {"step", "zero_grad"} & extras(inner).keys()
 
 
 class Whole(SGD):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import logging
-import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ from engine.checks import assert_same, assert_same_bits, steps_in_one_pass
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-import fp16opt
 from fp16opt import MixedPrecisionOptimizer
 from fused.test_fused_steps import MAKERS, give_grads, made, parameters, wrap
 
@@ -157,80 +154,6 @@ def test_state_of_another_kind_goes_the_general_way(caplog: pytest.LogCaptureFix
         train(opt, params, 1)
 
 
-def test_hooks_fire_once_a_step_and_their_edits_count() -> None:
-    params, opt = made("sgd")
-    order: list[str] = []
-    masters = list(opt.master_params())
-
-    def pre(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        assert optimizer is opt.optimizer
-        order.append("pre")
-        masters[0].grad.zero_()
-
-    def post(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        order.append("post")
-        with torch.no_grad():
-            masters[2].fill_(3.0)
-
-    opt.optimizer.register_step_pre_hook(pre)
-    opt.optimizer.register_step_post_hook(post)
-    opt.register_step_pre_hook(lambda *_: order.append("outer pre"))
-    opt.register_step_post_hook(lambda *_: order.append("outer post"))
-    kept = masters[0].detach().clone()
-    train(opt, params, 0)
-    assert order == ["outer pre", "pre", "post", "outer post"]
-    assert_same_bits(masters[0].detach(), kept)
-    assert bool((params[2] == 3).all()), "the model does not hold what the hook wrote"
-    params[0].grad[0, 0] = float("inf")
-    give_grads(opt, params, 1)
-    params[0].grad[0, 0] = float("inf")
-    opt.step()
-    assert order[4:] == ["outer pre", "outer post"], "a skipped step fires the wrapper's own hooks only"
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_scheduler_gives_no_warning(before: bool) -> None:
-    params = parameters(dtypes=(torch.float16,))
-    inner = AdamW(params, lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5) if before else None
-    opt = MixedPrecisionOptimizer(inner, fused_step=True, loss_scale=8.0)
-    scheduler = scheduler or torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
-    assert steps_in_one_pass(opt)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(2):
-            give_grads(opt, params, step)
-            opt.step()
-            scheduler.step()
-    assert opt.param_groups[0]["lr"] == 0.025
-
-
-def test_a_master_that_the_user_wrote_reaches_the_model_without_a_gradient() -> None:
-    params, opt = made("adamw")
-    masters = list(opt.master_params())
-    train(opt, params, 0)
-    give_grads(opt, params, 1)
-    params[2].grad = None
-    with torch.no_grad():
-        masters[2].fill_(5.0)
-    opt.step()
-    assert bool((params[2] == 5).all())
-
-
-def test_model_writes_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    params, opt = made("sgd")
-    train(opt, params, 0)
-    params[2].data.fill_(2.0)
-    with caplog.at_level(logging.WARNING, logger="fp16opt"):
-        give_grads(opt, params, 1)
-        opt.step()
-    assert len(caplog.records) == 1
-    wanted = 2.0 - 0.03 * params[2].grad.float() / 8
-    assert torch.allclose(list(opt.master_params())[2], wanted, rtol=1e-6)
-    train(opt, params, 2, 3)
-    assert len(caplog.records) == 1, "what the kernel wrote was taken for a write"
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_checkpoints_move_between_fused_general_and_torch(name: str) -> None:
     """Saved by one and loaded by another, all is there bit for bit; and each goes on as it would have."""
@@ -260,22 +183,6 @@ def test_checkpoints_move_between_fused_general_and_torch(name: str) -> None:
     train(back, back_params, 3)
 
 
-def test_copies_and_pickles_go_on_fused() -> None:
-    params, opt = made("adamw")
-    train(opt, params, 0)
-    give_grads(opt, params, 1)
-    copies = [copy.deepcopy((params, opt)), pickle.loads(pickle.dumps((params, opt)))]
-    train(opt, params, 1)
-    for other_params, other in copies:
-        assert steps_in_one_pass(other)
-        train(other, other_params, 1)
-        assert_same(other.state_dict(), opt.state_dict())
-    file = io.BytesIO()
-    torch.save(list(opt.master_params()), file)
-    file.seek(0)
-    assert type(torch.load(file, weights_only=True)[0]) is torch.nn.Parameter
-
-
 def test_groups_and_parameters_that_come_later() -> None:
     params, opt = made("adamw")
     train(opt, params, 0)
@@ -286,16 +193,6 @@ def test_groups_and_parameters_that_come_later() -> None:
     assert {float(s["step"]) for s in opt.state.values()} == {1.0, 2.0}
     opt.add_param_group({"params": [half(3, dtype=torch.float64)]})
     assert "is float64" in repr(opt)
-
-
-def test_without_the_compiled_module_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, opt = made("adamw")
-    train(opt, params, 0, 1)
-    wanted = copy.deepcopy(opt.state_dict())
-    monkeypatch.setattr(fp16opt.kernels.native, "module", None)
-    others, plain = made("adamw")
-    train(plain, others, 0, 1)
-    assert_same(plain.state_dict(), wanted)
 
 
 def test_decoupled_weight_decay_as_an_option_of_adam() -> None:

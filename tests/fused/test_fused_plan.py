@@ -183,13 +183,3 @@ def test_a_parameter_that_comes_and_has_no_gradient(kind: str) -> None:
         step(other, rest, number)
     assert torch.equal(params[-1], before)
     assert all(torch.equal(a, b) for a, b in zip(params, rest, strict=False))
-
-
-def test_state_in_another_dtype_goes_to_the_general_step() -> None:
-    opt, params = make("AdamW", fused=True)
-    for number in range(3):
-        step(opt, params, number)
-    for state in opt.state.values():
-        state["exp_avg"] = state["exp_avg"].double()
-    with pytest.raises(Exception, match="dtype"):  # torch's own step refuses it
-        step(opt, params, 3)
