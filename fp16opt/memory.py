@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .engine.dtensors import local
+from .kernels.host_memory import is_on_host
 
 _PACKAGE = __name__.split(".")[0]
 _ENDS = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
@@ -26,6 +27,7 @@ class Memory:
         moments: optimizer state, step counters included.
         gradients: the model's, the masters' and what is kept of them.
         engine: statistics, samples and the loss scale.
+        host: how much of all that lies in page-locked memory of the host, for a card.
 
     Example:
         >>> Memory(1000, weights=2000, masters=4000, moments=8000, gradients=2000).per_parameter()
@@ -40,6 +42,7 @@ class Memory:
     moments: int = 0
     gradients: int = 0
     engine: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -48,7 +51,8 @@ class Memory:
 
     def parts(self) -> dict[str, int]:
         """Bytes by kind."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "parameters"}
+        names = [field.name for field in fields(self) if field.name not in ("parameters", "host")]
+        return {name: getattr(self, name) for name in names}
 
     def per_parameter(self) -> float:
         """Bytes for each element of a parameter; 0 where there are none."""
@@ -58,7 +62,11 @@ class Memory:
         if not self.parameters:  # this rank's shards are empty
             return f"{self.total} bytes; no element of a parameter is on this rank"
         parts = ", ".join(f"{name} {value / self.parameters:.2f}" for name, value in self.parts().items())
-        return f"{self.per_parameter():.2f} bytes a parameter: {parts}"
+        said = f"{self.per_parameter():.2f} bytes a parameter: {parts}"
+        if not self.host:
+            return said
+        card, host = (self.total - self.host) / self.parameters, self.host / self.parameters
+        return f"{said}; on the card {card:.2f}, on the host {host:.2f}"
 
 
 def measure(parameters: Iterable[Tensor], kinds: Mapping[str, Any]) -> Memory:
@@ -70,22 +78,24 @@ def measure(parameters: Iterable[Tensor], kinds: Mapping[str, Any]) -> Memory:
             Of objects those of this package are searched.
     """
     seen: set[tuple[str, int]] = set()
-    taken = {name: sum(_bytes(tensors_in(holder), seen)) for name, holder in kinds.items()}
-    return Memory(sum(local(parameter).numel() for parameter in parameters), **taken)
+    found = {name: list(_memory(tensors_in(holder), seen)) for name, holder in kinds.items()}
+    taken = {name: sum(piece.untyped_storage().nbytes() for piece in pieces) for name, pieces in found.items()}
+    host = sum(p.untyped_storage().nbytes() for pieces in found.values() for p in pieces if is_on_host(p))
+    return Memory(sum(local(parameter).numel() for parameter in parameters), **taken, host=host)
 
 
-def _bytes(tensors: Iterable[Tensor], seen: set[tuple[str, int]]) -> Iterator[int]:
-    """The size of each piece of memory that is not ``seen`` yet."""
+def _memory(tensors: Iterable[Tensor], seen: set[tuple[str, int]]) -> Iterator[Tensor]:
+    """A tensor of each piece of memory that is not ``seen`` yet."""
     for tensor in tensors:
         piece = local(tensor)
         if piece.layout is not torch.strided:
-            yield from _bytes((piece._indices(), piece._values()), seen)
+            yield from _memory((piece._indices(), piece._values()), seen)
             continue
         storage = piece.untyped_storage()
         address = (str(piece.device), storage.data_ptr() or id(tensor))
         if storage.nbytes() and address not in seen:
             seen.add(address)
-            yield storage.nbytes()
+            yield piece
 
 
 def tensors_in(holder: Any) -> Iterator[Tensor]:

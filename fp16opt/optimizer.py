@@ -24,7 +24,7 @@ from .engine.arguments import (
     open_group,
 )
 from .engine.attributes import convert_attributes
-from .engine.config import Config, GradAccumulation, MasterWeights, OnModelWrite, OptimizerState
+from .engine.config import Config, GradAccumulation, MasterWeights, OffloadTo, OnModelWrite, OptimizerState
 from .engine.diagnostics import (
     Lines,
     Overflow,
@@ -42,11 +42,12 @@ from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.changes import Changes, require_tensors
 from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
+from .engine.modes.offload import HOST, Offload
 from .engine.modes.release import PerParameterStepper, ReleasedStep, ReleasingState, check_release
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
 from .engine.outcome import Outcome, read_at_once
-from .engine.params import HALF_DTYPES, ParamTable, StateByParam, labelled
+from .engine.params import HALF_DTYPES, ParamPair, ParamTable, StateByParam, labelled
 from .engine.passes import Gradients
 from .engine.ranks import Digest, Facts
 from .engine.schema import is_ours
@@ -78,6 +79,7 @@ _NOT_COPIED = (
     "step_state",
     "_true_gradients",
     "_state_format",
+    "_offload",
     "_stepper",
     "_guard",
     "_names",
@@ -161,6 +163,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         optimizer_state: "fp32": moments are FP32 tensors, 8 bytes a parameter with Adam. "8bit": SGD with momentum,
             Adam and AdamW (without amsgrad) keep codes, 2 bytes a parameter with Adam, of matrices from 4,096
             elements and 64 a row on. They step in one pass. Checkpoints hold FP32.
+        offload: "cpu": masters or remainders, moments or codes lie in page-locked memory of the host, asked for here,
+            and the card steps them over the link. Results are those without. It takes a one-pass step on a CUDA card.
         gradient_release: True: each parameter is stepped in backward when its gradient arrives, and the gradient is
             freed. It takes a one-pass step, one backward a step, a static scale and no clip; a gradient that is not
             finite leaves its parameter alone, while others are stepped.
@@ -199,6 +203,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         fused_step: bool | str = "auto",
         master_weights: MasterWeights = "full",
         optimizer_state: OptimizerState = "fp32",
+        offload: OffloadTo | None = None,
         gradient_release: bool = False,
         closure: str | None = None,
         track_changes: bool = False,
@@ -216,6 +221,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             gradient_release,
             closure,
             track_changes,
+            offload,
         )
         self._names = {id(param): name for name, param in named(named_parameters)}
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
@@ -244,6 +250,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_one_pass(self.config, optimizer, self._state_format, groups, self._names, is_new=True)
         if self.config.optimizer_state == "8bit":
             state8.check_moments(optimizer.state_dict(), [name for name, _ in labelled(groups, self._names)])
+        self._begin_offload(groups)
+
+    def _begin_offload(self, groups: list[dict[str, Any]]) -> None:
+        """Ask for the host's memory, where the argument says so."""
+        self._offload: Offload | None = None
+        if self.config.offload is not None:
+            self._offload = Offload(self._state_format, self.config.master_weights)
+            self._state_format = self._offload.begin(groups, self._names)
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         kinds: dict[str, Callable[[], Masters]] = {
@@ -308,6 +322,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         is_apart = self.masters.are_apart and model.dtype in HALF_DTYPES
         master = self.masters.make(model) if is_apart else on_memory_of(model)
+        if self._offload is not None and is_apart:
+            self.masters.move(master, self._offload.place)
         self._carry_state(model, master)
         return master, is_apart
 
@@ -353,6 +369,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 )
             raise AttributeError(f"{words}. {more}")
 
+    @property
+    def offload_to(self) -> OffloadTo | None:
+        """The argument ``offload``: "cpu", or None."""
+        return self.config.offload
+
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
         return self.outcome.steps_taken + self.step_state.ahead
@@ -363,7 +384,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
-            f"optimizer_state: {self.optimizer_state!r}{self._state_kept()}, "
+            f"optimizer_state: {self.optimizer_state!r}{self._state_kept()}, offload: {self.offload_to!r}, "
             f"gradient_release: {self.gradient_release!r}\n"
             f"  step: {self._stepper.describe()}\n  memory: {self._measured()}\n)"
         )
@@ -410,6 +431,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self.config.required_by:
             require_fused_spec(type(self.inner))
         self._state_format = state8.make_state_format(self.optimizer_state, type(self.inner))
+        models = {id(pair.master): pair.model for pair in self.params.all}
+        self._begin_offload(
+            [{**group, "params": [models[id(p)] for p in group["params"]]} for group in self.inner.param_groups]
+        )
+        if self._offload is not None:
+            for pair in self.params.all:
+                if pair.is_apart:
+                    self.masters.move(pair.master, self._offload.place)
+            self._offload.bring_all(self.params.all, self.inner, {})
         self.model_writes.count_anew()
         self._compose()
         make_hook_tables(self, self.optimizer)
@@ -460,6 +490,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if self.step_state.is_stepping:
             raise errors.WITHIN_A_STEP(call=call)
+        if self._offload is not None:
+            self._offload.require_here(call)
         self._finish_step()
 
     def _look(self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> Look:
@@ -1219,6 +1251,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.model_writes.warn_if_due()
         counts = self.steps_counted(), self.outcome.skipped_steps
         built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, *counts)
+        if self._offload is not None:
+            inner = built["optimizer"]
+            built["optimizer"] = {**inner, "state": {k: self._offload.saved(v) for k, v in inner["state"].items()}}
         if fused_spec_for(type(self.optimizer)) is not None:
             built["optimizer"] = counters_saved(built["optimizer"])
         if self.optimizer_state == "8bit":
@@ -1230,7 +1265,17 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _saved_masters(self) -> list[Tensor | None]:
         """FP32 masters in order, None where one lies on the weight's memory: a value has one home in a checkpoint."""
-        return [self.masters.read([pair])[0] if pair.is_apart else None for pair in self.params.all]
+        return [self.value_to_save(pair) if pair.is_apart else None for pair in self.params.all]
+
+    def value_to_save(self, pair: ParamPair) -> Tensor:
+        """A master in FP32, detached; with ``offload="cpu"`` on the host."""
+        if self._offload is None or not pair.is_apart:
+            return self.masters.read([pair])[0]
+        return self._offload.read(self.masters, pair)
+
+    def state_to_save(self, entry: Any) -> Any:
+        """A parameter's state in FP32 under torch's names; with ``offload="cpu"`` on the host."""
+        return state8.whole_entry(entry if self._offload is None else self._offload.saved(entry))
 
     @opaque
     @outside_inference
@@ -1276,7 +1321,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._params_changed([None if n in thawed else n for n in range(len(self.params))], is_thaw=True)
         if not plan.has_masters:  # else weights that were loaded just before would be undone below
             self.model_writes.sync()
-        plan.apply(self._convert_loaded, lambda: self._finish_load(plan, state_dict))
+        there = {master: dict(entry) for master, entry in self.inner.state.items() if isinstance(entry, dict)}
+        plan.apply(self._convert_loaded, lambda: self._finish_load(plan, state_dict, there))
 
     def _decoded(self, state_dict: Any) -> Any:
         """A checkpoint with FP32 state in place of codes, of which the optimizer can make its own.
@@ -1308,16 +1354,28 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _plan(self, state_dict: Any, masters: list[Tensor | None]) -> checkpoint.LoadPlan:
         return checkpoint.plan_load(
-            state_dict, optimizer=self.inner, masters=masters, names=self.params.names, scaler=self.scaler
+            state_dict,
+            optimizer=self.inner,
+            masters=masters,
+            names=self.params.names,
+            scaler=self.scaler,
+            where=None if self._offload is None else HOST,
         )
 
     def _convert_loaded(self) -> None:
         """Loaded state comes to the form in which it is kept."""
         self.masters.lay_out(self.params.all, self.inner.state)
-        convert_all(self._state_format, self.params.all, self.inner)
+        form = self._state_format if self._offload is None else self._offload.inner  # which leaves it on the host
+        convert_all(form, self.params.all, self.inner)
 
-    def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any]) -> None:
-        """Masters and counts of a checkpoint that has them are taken, and the model follows."""
+    def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any], there: dict[Any, Any]) -> None:
+        """Masters and counts of a checkpoint that has them are taken, and the model follows.
+
+        Args:
+            there: the optimizer's state before, whose memory on the host is used again.
+        """
+        if self._offload is not None:
+            self._offload.bring_all(self.params.all, self.inner, there)
         with torch.no_grad():
             for pair, saved in zip(self.params.all if plan.has_masters else (), plan.masters, strict=True):
                 if saved is not None:
@@ -1352,7 +1410,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             if isinstance(value, Tensor):
                 if id(value) not in made:
                     pair = apart.get(id(value))
-                    made[id(value)] = value.detach() if pair is None else self.masters.read([pair])[0].detach()
+                    made[id(value)] = value.detach() if pair is None else self.value_to_save(pair).detach()
                 state[name] = made[id(value)]
         return state
 

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from ..engine import checkpoint
 from ..engine.arguments import clean
 from ..engine.dtensors import is_sharded, local
-from ..engine.modes import state8
 from ..engine.params import HALF_DTYPES, not_in_model
 from ..engine.parts import Wrapper, inside
 from ..engine.wrapped_step import HOOKS
@@ -90,11 +89,11 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     masters, state = {}, {}
     for pair in wrapper.params.all:
         name, master = names[id(pair.model)], pair.master
-        masters[name] = wrapper.masters.read([pair])[0]
+        masters[name] = wrapper.value_to_save(pair)
         if fresh and master.requires_grad:
             state[name] = _first_state(inner, inner.param_groups[pair.group], master)
         elif master in inner.state:
-            state[name] = dict(state8.whole_entry(inner.state[master]))
+            state[name] = dict(wrapper.state_to_save(inner.state[master]))
     groups = []
     for group, members in zip(wrapper.optimizer.param_groups, _model_groups(wrapper), strict=True):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}

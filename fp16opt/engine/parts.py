@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..scaling import LossScaler
@@ -13,7 +14,7 @@ from .gradients import StepState
 from .masters import Masters
 from .model_writes import ModelWrites
 from .outcome import Outcome
-from .params import ParamTable
+from .params import ParamPair, ParamTable
 from .passes import Gradients
 
 
@@ -43,6 +44,12 @@ class Wrapper(Protocol):
 
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
+
+    def value_to_save(self, pair: ParamPair) -> Tensor:
+        """A master in FP32, where it is to be saved from."""
+
+    def state_to_save(self, entry: Any) -> Any:
+        """A parameter's state in FP32, where it is to be saved from."""
 
 
 def is_wrapper(optimizer: object) -> bool:
