@@ -99,12 +99,17 @@ def _memory(tensors: Iterable[Tensor], seen: set[tuple[str, int]]) -> Iterator[T
 
 
 def tensors_in(holder: Any) -> Iterator[Tensor]:
-    """Every tensor that ``holder`` leads to, through containers and objects of this package, once each.
+    """Every tensor of :func:`found_in`.
 
     Example:
         >>> [tensor.numel() for tensor in tensors_in({"a": [torch.zeros(2)], "b": (1, torch.zeros(3))})]
         [2, 3]
     """
+    return (item for item in found_in(holder) if isinstance(item, Tensor))
+
+
+def found_in(holder: Any) -> Iterator[Any]:
+    """Every tensor that ``holder`` leads to through containers and objects of this package, and these objects."""
     known: set[int] = set()
     open_ = [holder]
     while open_:
@@ -119,6 +124,7 @@ def tensors_in(holder: Any) -> Iterator[Tensor]:
         elif isinstance(item, (list, tuple, set, frozenset)):
             open_ += reversed(list(item))
         elif type(item).__module__.split(".")[0] == _PACKAGE and not isinstance(item, type):
+            yield item
             open_ += list(vars(item).values()) if hasattr(item, "__dict__") else []
             names = (name for cls in type(item).__mro__ for name in cls.__dict__.get("__slots__", ()))
             open_ += [getattr(item, name) for name in names if hasattr(item, name)]

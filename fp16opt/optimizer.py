@@ -31,8 +31,9 @@ from .engine.diagnostics import (
     describe,
     warn_eps,
 )
+from .engine.dtensors import local, raw_grad
 from .engine.folded import unmark
-from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec
+from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec, steps_on_device
 from .engine.fused_step import FusedStep, check_one_pass
 from .engine.gradients import StepState
 from .engine.look import Look
@@ -42,7 +43,7 @@ from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.changes import Changes, require_tensors
 from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
-from .engine.modes.offload import HOST, Offload
+from .engine.modes.offload import HOST, Offload, asking, check_served
 from .engine.modes.release import PerParameterStepper, ReleasedStep, ReleasingState, check_release
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
@@ -69,7 +70,8 @@ from .engine.wrapped_step import (
     remake_first_state,
 )
 from .kernels import backends
-from .memory import Memory, measure
+from .kernels.host_memory import Shelf
+from .memory import Memory, found_in, measure
 from .scaling import LossScaler
 
 _NOT_COPIED = (
@@ -80,6 +82,7 @@ _NOT_COPIED = (
     "_true_gradients",
     "_state_format",
     "_offload",
+    "_shelf",
     "_stepper",
     "_guard",
     "_names",
@@ -255,9 +258,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _begin_offload(self, groups: list[dict[str, Any]]) -> None:
         """Ask for the host's memory, where the argument says so."""
         self._offload: Offload | None = None
+        self._shelf, self._is_away = Shelf(), False
         if self.config.offload is not None:
-            self._offload = Offload(self._state_format, self.config.master_weights)
-            self._state_format = self._offload.begin(groups, self._names)
+            self._offload = Offload(self._state_format, self.config.master_weights, groups, self._names)
+            self._state_format = self._offload
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         kinds: dict[str, Callable[[], Masters]] = {
@@ -439,7 +443,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             for pair in self.params.all:
                 if pair.is_apart:
                     self.masters.move(pair.master, self._offload.place)
-            self._offload.bring_all(self.params.all, self.inner, {})
+            self._bring_state({})
         self.model_writes.count_anew()
         self._compose()
         make_hook_tables(self, self.optimizer)
@@ -492,6 +496,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise errors.WITHIN_A_STEP(call=call)
         if self._offload is not None:
             self._offload.require_here(call)
+        if self._is_away:
+            raise errors.OFFLOADED(call=call)
         self._finish_step()
 
     def _look(self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> Look:
@@ -778,7 +784,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             set_to_none: Set the model's ``.grad`` to None, and not to zeros. Masters' are None in either case; the
                 engine keeps their memory for the next step.
         """
-        if not self.step_state.is_stepping:  # else a hook has called: the step goes on with what it has found
+        # Where a hook has called the step goes on with what it has found.
+        if not (self.step_state.is_stepping or self._is_away):
             self._begin("zero_grad", verifies=False, gives_up=True)
             self._count_given_up()
         self.step_state.clear(set_to_none)
@@ -1213,7 +1220,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             >>> opt.memory().masters
             4000
         """
-        self.params.verify_moved()
+        if not self._is_away:  # else the model may be away, too
+            self.params.verify_moved()
         return self._measured()
 
     def _measured(self) -> Memory:
@@ -1229,6 +1237,54 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             "engine": self,
         }
         return measure(weights, kinds)
+
+    # -- phases of a run ---------------------------------------------------------------------------------------------
+
+    @opaque
+    @outside_inference
+    def offload(self) -> None:
+        """Bring all that the engine keeps on the card to page-locked memory of the host, until :meth:`onload`.
+
+        Masters, remainders, state, sums, scales, statistics; weights and their gradients are the model's and its
+        framework's. In between calls that need any of it raise. The host's memory is kept for the next time. With
+        ``offload="cpu"`` it lies there already, and this does nothing. CUDA graphs must be captured anew after it.
+
+        Raises:
+            ValueError: A parameter doesn't lie on a card with memory of its own. Nothing is changed then.
+            RuntimeError: There is too little host memory, or gradients wait for a step. Nothing is changed then.
+
+        Syncs.
+        """
+        self._begin("offload")
+        check_served("opt.offload()", zip(self.params.names, self.params.models, strict=True))
+        if self.step_state.waits_for_step():
+            raise errors.OFFLOAD_BETWEEN()
+        if self._offload is None:
+            asking(self._shelf.prepare, self._own_tensors())
+            self._is_away = True
+            self._shelf.put(self._own_tensors())
+
+    @opaque
+    @outside_inference
+    def onload(self) -> None:
+        """Bring back to the card what :meth:`offload` has brought to the host: the same bits. Syncs."""
+        if self._is_away:
+            self._shelf.take_back(self._own_tensors())
+            self._is_away = False
+            self._begin("onload")
+
+    def _own_tensors(self) -> list[Tensor]:
+        """This rank's pieces of all that lies on a card and is not the model's; no call knows addresses after this."""
+        found = list(found_in([self, self.inner.state, self.gradients.tensors()]))
+        for item in found:
+            if isinstance(item, kernels.CallCache):
+                item.forget()
+        self.params.changed()
+        weights = [*self.params.models, *self.params.elsewhere]
+        theirs = {_address(one) for weight in weights for one in (weight, raw_grad(weight)) if one is not None}
+        mine = [local(item) for item in found if isinstance(item, Tensor) and item.layout is torch.strided]
+        mine += [one._base for one in mine if one._base is not None]  # a view holds it, and by it the memory
+        return [one for one in mine if _address(one) not in theirs and steps_on_device(one.device)]
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
@@ -1368,14 +1424,19 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         form = self._state_format if self._offload is None else self._offload.inner  # which leaves it on the host
         convert_all(form, self.params.all, self.inner)
 
+    def _bring_state(self, there: dict[Any, Any]) -> None:
+        """With ``offload="cpu"`` state goes to the host, into the memory of what was ``there``, by master."""
+        for pair in self.params.all:
+            if self._offload is not None and pair.master in self.inner.state:
+                self._offload.bring(self.inner.state[pair.master], there.get(pair.master, {}), pair.model)
+
     def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any], there: dict[Any, Any]) -> None:
         """Masters and counts of a checkpoint that has them are taken, and the model follows.
 
         Args:
             there: the optimizer's state before, whose memory on the host is used again.
         """
-        if self._offload is not None:
-            self._offload.bring_all(self.params.all, self.inner, there)
+        self._bring_state(there)
         with torch.no_grad():
             for pair, saved in zip(self.params.all if plan.has_masters else (), plan.masters, strict=True):
                 if saved is not None:
@@ -1493,6 +1554,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _digest(self) -> Digest:
         """What ranks that share gradients hold alike."""
         return parallel.digest(self)
+
+
+def _address(tensor: Tensor) -> int:
+    """Of a strided tensor's memory; 0 of others."""
+    return local(tensor).untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _scaler_of(optimizer: MixedPrecisionOptimizer) -> LossScaler:

@@ -718,6 +718,20 @@ def offload_in_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
         one.opt.step()
 
 
+def offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_stub(monkeypatch, StubCard())
+    one = Training()
+    one.opt.offload()
+    one.opt.step()
+
+
+def offload_between_backward_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_stub(monkeypatch, StubCard())
+    one = Training()
+    one.opt.backward(one.loss())
+    one.opt.offload()
+
+
 PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "written after backward": (R, written_after_backward),
     "written after the check": (R, written_after_the_check),
@@ -792,6 +806,8 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "offload in a capture": (R, offload_in_a_capture),
     "offload without room": (R, offload_without_room),
     "offload in a forked child": (R, offload_in_a_forked_child),
+    "offloaded": (R, offloaded),
+    "offload between backward and step": (R, offload_between_backward_and_step),
 }
 
 

@@ -91,6 +91,7 @@ FOREIGN = {
     "_version": "the version counter: nothing public tells of an in-place write",
     "_values": "of a sparse gradient: values() refuses one that is not coalesced",
     "_indices": "of a sparse gradient: indices() refuses one that is not coalesced",
+    "_base": "what a view holds: its memory must move along",
     "_is_view": "a gradient that is a view may not be kept",
     "_local_tensor": "of a DTensor: to_local() goes through autograd",
     "_foreach_add": "torch's multi-tensor calls are private only by name",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def plan_load(
     masters: Sequence[Tensor | None],
     names: Sequence[str],
     scaler: LossScaler,
-    where: torch.device | None = None,
+    where: torch.device | None,
 ) -> LoadPlan:
     """Check that ``state_dict`` fits, down to shapes and dtypes, and change nothing.
 
@@ -170,11 +170,7 @@ class LoadPlan:
 
 
 def _load_optimizer(
-    optimizer: Optimizer,
-    state_dict: Mapping[str, Any],
-    labels: Sequence[str],
-    keeps_dtypes: bool,
-    where: torch.device | None,
+    optimizer: Optimizer, state_dict: Mapping[str, Any], labels: Sequence[str], keeps: bool, where: torch.device | None
 ) -> None:
     """The wrapped optimizer loads a copy of ``state_dict``, then its state gets back what torch's casts took.
 
@@ -182,7 +178,7 @@ def _load_optimizer(
     user's hooks made of the dict, and put the state right before the user's hooks see that.
 
     Args:
-        keeps_dtypes: whether state was saved over masters of the same dtypes as here. Else 16-bit state, which may be
+        keeps: whether state was saved over masters of the same dtypes as here. Else 16-bit state, which may be
             of 16-bit training, becomes FP32 where masters are, unless the class itself has put 16 bits back.
         where: the device that state goes to, and which torch's casts are to leave alone; None for its parameter's.
     """
@@ -190,7 +186,8 @@ def _load_optimizer(
     lists = [group["params"] for group in optimizer.param_groups]
     settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
     standard = is_torch_class(optimizer)
-    widens = not keeps_dtypes and not all(p.dtype in HALF_DTYPES for params in lists for p in params)
+    how = _How(standard, keeps, where)
+    widens = not keeps and not all(p.dtype in HALF_DTYPES for params in lists for p in params)
     final: dict[str, Any] = {}
 
     def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +205,7 @@ def _load_optimizer(
         for i, param in zip(ids, params, strict=True):
             if i in final["state"] and param in optimizer.state:
                 saved = final["state"][i]
-                optimizer.state[param] = _put_right(optimizer.state[param], saved, param, standard, keeps_dtypes, where)
+                optimizer.state[param] = _put_right(optimizer.state[param], saved, param, how)
 
     with contextlib.ExitStack() as hooks:
         if _hooks(optimizer, "pre") is not None:  # a class without tables of hooks doesn't call torch's loading
@@ -237,36 +234,36 @@ def _without_memory(value: Any, key: object = None) -> Any:
     return torch.empty(0, dtype=value.dtype, device="cpu") if isinstance(value, Tensor) and key != "step" else value
 
 
-def _put_right(
-    loaded: Any,
-    saved: Any,
-    param: Tensor,
-    standard: bool,
-    keeps_dtypes: bool,
-    where: torch.device | None,
-    key: object = None,
-) -> Any:
+class _How(NamedTuple):
+    """How loaded state is put right: is the class torch's own, are dtypes kept, and where does it go."""
+
+    standard: bool
+    keeps_dtypes: bool
+    where: torch.device | None
+
+
+def _put_right(loaded: Any, saved: Any, param: Tensor, how: _How, key: object = None) -> Any:
     """``loaded`` (after torch's casts) with the tensors of ``saved``; what is not a tensor in both stays."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         if key == "step":  # torch's rule holds: on the host, or beside the parameter if fused or capturable
             return loaded
         # torch's own classes need these in the parameter's dtype (FP64 state for an FP32 master, say)
-        as_param = standard and (key in PER_ELEMENT or key in FACTORED)
+        as_param = how.standard and (key in PER_ELEMENT or key in FACTORED)
         is_half = param.dtype in HALF_DTYPES
-        if not saved.is_floating_point() or (keeps_dtypes and (is_half or not as_param)):
+        if not saved.is_floating_point() or (how.keeps_dtypes and (is_half or not as_param)):
             dtype = saved.dtype
         elif as_param or is_half:
             dtype = param.dtype
         else:
             dtype = loaded.dtype if loaded.dtype in HALF_DTYPES else saved.dtype
-        return _placed(saved, param, dtype, where)
+        return _placed(saved, param, dtype, how.where)
     if isinstance(loaded, dict) and isinstance(saved, Mapping):
         for k, value in loaded.items():
             if k in saved:
-                loaded[k] = _put_right(value, saved[k], param, standard, keeps_dtypes, where, k)
+                loaded[k] = _put_right(value, saved[k], param, how, k)
         return loaded
     if type(loaded) is type(saved) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
-        values = [_put_right(a, b, param, standard, keeps_dtypes, where) for a, b in zip(loaded, saved, strict=True)]
+        values = [_put_right(a, b, param, how) for a, b in zip(loaded, saved, strict=True)]
         return _rebuilt(saved, values)
     return saved if isinstance(saved, str) else loaded  # torch makes a generator's repr of a str
 

@@ -616,31 +616,25 @@ CHECK_OF_A_LOOP_ALONE = Refusal(
 
 # -- State on the host -------------------------------------------------------------------------------------------------
 
-_LEAVE_OUT = "Leave {what} out, or "
-
 OFFLOAD_ON_CPU = Refusal(
     "offload of a CPU model",
     ValueError,
-    """{what} keeps state in host memory for a card that steps it, and parameter {name!r} lies on {device}. """
-    + _LEAVE_OUT
-    + "move the model to a CUDA card first.",
+    """{what} keeps state in host memory for a card that steps it, and parameter {name!r} lies on {device}. Leave {what}
+    out, or move the model to a CUDA card first.""",
 )
 
 OFFLOAD_SHARDS = Refusal(
     "offload beside CPUOffloadPolicy",
     ValueError,
     """{what} keeps state in host memory for a card that steps it, and the shards of parameter {name!r} lie on {device},
-    as FSDP2's CPUOffloadPolicy has them. """
-    + _LEAVE_OUT
-    + "call fully_shard without offload_policy, on a mesh of cards.",
+    as FSDP2's CPUOffloadPolicy has them. Leave {what} out, or call fully_shard without offload_policy, on cards.""",
 )
 
 OFFLOAD_UNSERVED = Refusal(
     "offload without kernels",
     ValueError,
-    """{what} takes this library's kernels, and none serve {device}, where parameter {name!r} lies. """
-    + _LEAVE_OUT
-    + "see python -m fp16opt.",
+    """{what} takes this library's kernels, and none serve {device}, where parameter {name!r} lies. Leave {what} out, or
+    see python -m fp16opt.""",
 )
 
 OFFLOAD_UNIFIED = Refusal(
@@ -667,4 +661,16 @@ OFFLOAD_FORKED = Refusal(
     RuntimeError,
     """{call} was called in a forked process, which has no part of the page-locked memory that the state lies in. Call
     it in the process that wrapped the optimizer; start workers by "spawn" or "forkserver" if they train.""",
+)
+
+OFFLOADED = Refusal(
+    "offloaded",
+    RuntimeError,
+    "{call} needs what opt.offload() has brought to the host. Call opt.onload() before it.",
+)
+
+OFFLOAD_BETWEEN = Refusal(
+    "offload between backward and step",
+    RuntimeError,
+    "opt.offload() was called between a backward and its step. Call it after step(), or give that up by zero_grad().",
 )

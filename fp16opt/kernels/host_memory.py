@@ -12,7 +12,7 @@ import mmap
 import os
 import resource
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ class Room:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._card = cuda_devices.kernels_on(device.index or 0)
+        self._card = card_of(device)
         self._open: dict[torch.dtype, tuple[Slab, int]] = {}
 
     def reserve(self, sizes: Mapping[torch.dtype, int]) -> None:
@@ -166,16 +166,7 @@ class Room:
             raise CannotLock(asked, facts())
         for dtype, size in sizes.items():
             if size:
-                self._open[dtype] = self._allocate(size), 0
-
-    def _allocate(self, size: int) -> Slab:
-        if self._card is None:
-            raise CannotLock(size, f"no compiled kernels serve {self.device}")
-        return Slab.allocate(size, self._card)
-
-    def rewind(self) -> None:
-        """All that lies in the present slabs is gone: they are used again."""
-        self._open = {dtype: (slab, 0) for dtype, (slab, _) in self._open.items()}
+                self._open[dtype] = Slab.allocate(size, self._card), 0
 
     def memory(self, dtype: torch.dtype, size: int) -> Tensor:
         """uint8, of ``size`` bytes, for tensors of a dtype; zeros in new slabs.
@@ -187,7 +178,7 @@ class Room:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         slab, at = self._open.get(dtype, (None, 0))
         if slab is None or at + size > len(slab):
-            slab, at = self._allocate(size), 0
+            slab, at = Slab.allocate(size, self._card), 0
         if at + rounded(size) >= len(slab):  # full: it lives as long as its tensors
             self._open.pop(dtype, None)
         else:
@@ -203,6 +194,115 @@ class Room:
 def rounded(size: int) -> int:
     """``size`` bytes up to the next multiple of :data:`ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Host:
+    """Where the tensors of several cards are put: a :class:`Room` for each."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[torch.device, Room] = {}
+
+    def reserve(self, wanted: Iterable[tuple[torch.device, Tensor]]) -> None:
+        """Ask for the memory of tensors at once.
+
+        Args:
+            wanted: the device that each is to be of, and one laid out like it, which may be meta.
+
+        Raises:
+            CannotLock: there is too little memory, or the driver refuses.
+        """
+        asked: dict[torch.device, dict[torch.dtype, int]] = {}
+        for device, like in wanted:
+            sizes = asked.setdefault(device, {})
+            sizes[like.dtype] = sizes.get(like.dtype, 0) + rounded(like.untyped_storage().nbytes())
+        for device, sizes in asked.items():
+            self._room(device).reserve(sizes)
+
+    def _room(self, device: torch.device) -> Room:
+        return self._rooms.setdefault(device, Room(device))
+
+    def like(self, like: Tensor, device: torch.device) -> Tensor:
+        """Zeros of a device, laid out as a dense tensor, which may be meta. Raises as :meth:`reserve`."""
+        return self._room(device).like(like)
+
+    def put(self, value: Tensor, device: torch.device, before: Tensor | None = None) -> Tensor:
+        """A tensor of a device with the bits of ``value``, which is returned itself where it lies there.
+
+        Args:
+            before: written and returned, where it lies there and is laid out alike.
+
+        Raises as :meth:`reserve`.
+        """
+        if is_on_host(value) or not value.numel():
+            return value.to(device)
+        if before is None or not is_on_host(before) or _layout(before) != _layout(value):
+            before = self.like(value, device)
+        on_host(before).copy_(value)
+        return before
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+class Shelf:
+    """Where all tensors of an optimizer go for a while: a slab for each card, kept for the next time."""
+
+    def __init__(self) -> None:
+        self._slabs: dict[torch.device, Slab] = {}
+
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Ask for what :meth:`put` will take.
+
+        Raises:
+            CannotLock: there is too little memory, or the driver refuses.
+        """
+        sizes: dict[torch.device, int] = {}
+        for alike in _by_storage(tensors, there=False):
+            device = alike[0].device
+            sizes[device] = sizes.get(device, 0) + rounded(alike[0].untyped_storage().nbytes())
+        for device, size in sizes.items():
+            if device not in self._slabs or len(self._slabs[device]) < size:
+                self._slabs.pop(device, None)  # before another one is asked for
+                self._slabs[device] = Slab.allocate(size, card_of(device))
+
+    def put(self, tensors: Iterable[Tensor]) -> None:
+        """Their storages move to the slabs; what shared one shares one. Waits for the cards."""
+        at = dict.fromkeys(self._slabs, 0)
+        for alike in _by_storage(tensors, there=False):
+            device, size = alike[0].device, alike[0].untyped_storage().nbytes()
+            memory = shown(_Bytes(self._slabs[device], at[device], size), device)
+            at[device] += rounded(size)
+            on_host(memory).copy_(_bytes_of(alike[0]))
+            _give(alike, memory)
+
+    @staticmethod
+    def take_back(tensors: Iterable[Tensor]) -> None:
+        """Their storages move to the cards' own memory."""
+        for alike in _by_storage(tensors, there=True):
+            held = _bytes_of(alike[0])
+            _give(alike, torch.empty_like(held).copy_(on_host(held)))
+
+
+def _by_storage(tensors: Iterable[Tensor], there: bool) -> list[list[Tensor]]:
+    """Plain tensors that have memory, grouped by their storages: those that lie on the host, or the others."""
+    found: dict[tuple[torch.device, int], list[Tensor]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and is_on_host(tensor) == there:
+            found.setdefault((tensor.device, storage.data_ptr()), []).append(tensor)
+    return list(found.values())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """uint8: the storage of a tensor, whole."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _give(tensors: Iterable[Tensor], memory: Tensor) -> None:
+    for tensor in tensors:
+        tensor.data = laid_out(memory, tensor)
 
 
 # -- how much there is -------------------------------------------------------------------------------------------------
