@@ -1323,6 +1323,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """FP32 masters in order, None where one lies on the weight's memory: a value has one home in a checkpoint."""
         return [self.value_to_save(pair) if pair.is_apart else None for pair in self.params.all]
 
+    @property
+    def saved_on(self) -> torch.device | None:
+        """The device that checkpoints are made on; None: where masters are."""
+        return None if self._offload is None else HOST
+
     def value_to_save(self, pair: ParamPair) -> Tensor:
         """A master in FP32, detached; with ``offload="cpu"`` on the host."""
         if self._offload is None or not pair.is_apart:
@@ -1415,7 +1420,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             masters=masters,
             names=self.params.names,
             scaler=self.scaler,
-            where=None if self._offload is None else HOST,
+            where=self.saved_on,
         )
 
     def _convert_loaded(self) -> None:

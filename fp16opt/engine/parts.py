@@ -39,6 +39,10 @@ class Wrapper(Protocol):
     device: torch.device
     config: Config
 
+    @property
+    def saved_on(self) -> torch.device | None:
+        """The device that checkpoints are made on; None: where masters are."""
+
     def settle(self, call: str) -> None:
         """Finish a step that an exception has stopped; raise ``RuntimeError`` for a ``call`` within one."""
 
