@@ -1,6 +1,6 @@
 """What a training takes in each mode: bytes by kind, the plan's forecast, and the peak of torch's allocator.
 
-    python benchmarks/fitting.py [--quick] [--json PATH] [--only NAMES] [--picture PATH]
+    python benchmarks/fitting.py [--quick] [--json PATH] [--only NAMES] [--picture PATH] [--cards]
 
 A small GPT with AdamW, FP16 weights but for the first row. Each mode trains three steps from nothing: the peak counts
 every allocation and release of torch's CPU allocator from before the model is made, activations included. Bytes by kind
@@ -22,8 +22,8 @@ from memory import allocator_peak
 from torch import Tensor, nn
 from traps import GPT, loss_of, read_text
 
-from fp16opt import Memory, MixedPrecisionOptimizer
-from fp16opt.tools.plan import Plan
+from fp16opt import Memory, MixedPrecisionOptimizer, plan
+from fp16opt.tools.plan import FILLED, Plan
 
 KINDS = ("weights", "gradients", "masters", "moments")
 COLORS = ("#444444", "#00798c", "#edae49", "#d1495b")
@@ -123,6 +123,29 @@ def _plain(model: nn.Module, tokens: Tensor, found: list[Memory], losses: list[f
         optimizer.step()
 
 
+# -- what fits where ---------------------------------------------------------------------------------------------------
+
+
+def print_cards() -> None:
+    """Billions of parameters that fit each card by mode, and GiB of the host with them; by the plan's arithmetic."""
+    least = ("split24", "8bit")
+    ways = [way for way in plan(1e9, "1GiB").all if not way.release or (way.masters, way.state) == least]
+    ways.sort(key=lambda way: way.offload is not None)
+    header = []
+    for way in ways:
+        words = [way.masters, *(["8-bit"] * (way.state == "8bit")), *(["released"] * way.release)]
+        card, host = f"{way.memory_total() / 1e9:.3g}", f" + {way.host_total() / 1e9:.3g}" if way.offload else ""
+        header.append(f"{', '.join(words)}: {card}{host}")
+    print(f"| memory | {' | '.join(header)} |\n|---|{'---:|' * len(ways)}")
+    for memory in (8, 16, 24, 48, 80):
+        cells = []
+        for way in ways:
+            billions = FILLED * memory * 2**30 / way.memory_total()
+            host = f" ({billions * way.host_total() / 2**30:.0f})" if way.offload else ""
+            cells.append(f"{billions:.1f}{host}")
+        print(f"| {memory} GiB | {' | '.join(cells)} |")
+
+
 # -- the picture -------------------------------------------------------------------------------------------------------
 
 # By system: bytes a parameter of weights, gradients, masters, moments; see docs/fitting-into-memory.md.
@@ -164,12 +187,16 @@ def draw(path: str) -> None:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="modes by name, separated by semicolons")
+    parser.add_argument("--cards", action="store_true", help="print what fits which card, and do nothing else")
     parser.add_argument("--picture", metavar="PATH", help="draw bytes a parameter by system there, and do nothing else")
 
 
 def main() -> None:
     """Measure and print the table."""
     arguments = common.parse_arguments(__doc__ or "", _options)
+    if arguments.cards:
+        print_cards()
+        return
     if arguments.picture:
         draw(arguments.picture)
         return

@@ -449,10 +449,6 @@ void bind_tensors(py::module_& module) {
         })
         .def_property_readonly("counts", [](const Reading& reading) { return counts_of(reading); })
         .def("has_counts_of", [](const Reading& one, const Reading& other) { return counts_of(one) == counts_of(other); })
-        .def_property_readonly("is_full", [](const Reading& reading) {
-            const auto& each = reading.forms->each;
-            return std::find(each.begin(), each.end(), Forms::kAbsent) == each.end();
-        })
         .def_property_readonly("types", [](const Reading& reading) { return reading.forms->types(); });
     py::class_<Reader>(module, "Reader")
         .def(py::init<py::object, py::object, const Getter&, const Getter&>())

@@ -35,9 +35,9 @@ def save_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
 def load_checkpoint(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Read a checkpoint and refuse one that was made with other settings.
 
-    It is read to the CPU: ``load_state_dict`` of model and optimizer copy it to where their tensors are.
+    It is read as it is used: ``load_state_dict`` of model and optimizer copy it to where their tensors are.
     """
-    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if checkpoint["settings"] != settings:
         raise SystemExit(f"{path} was made with {checkpoint['settings']}, not {settings}. Use another --output.")
     return checkpoint

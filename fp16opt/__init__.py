@@ -14,11 +14,11 @@ from .optimizer import MixedPrecisionOptimizer
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 from .tools import averaging as averaging
 from .tools import foreign as foreign
-from .tools import plan as plan
 from .tools import reports as reports
 from .tools.averaging import AveragedMasters, ema
 from .tools.certify import Check, Report, certify
 from .tools.foreign import Loaded, load_foreign
+from .tools.plan import plan
 from .tools.reports import Diagnosis, Monitor, Preflight, PreflightFinding, check, diagnose
 
 # Scripts name modules of tools as they lay once: `from fp16opt.certify import closure_calls`, `fp16opt.averaging.ema`.
@@ -55,6 +55,7 @@ __all__ = [
     "install_as_apex",
     "load_foreign",
     "optimizer_state",
+    "plan",
     "register_fused_step",
     "register_one_pass",
 ]

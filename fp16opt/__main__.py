@@ -127,7 +127,7 @@ def _compile(given: argparse.Namespace) -> int:
 
 def _plan(given: argparse.Namespace) -> int:
     try:
-        words = plan.of_arguments(given).report()
+        words = plan.answer(given)
     except ValueError as error:
         return _refused(f"plan: {error}")
     print(words)

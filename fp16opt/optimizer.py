@@ -34,32 +34,30 @@ from .engine.diagnostics import (
 from .engine.dtensors import local, raw_grad
 from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec, steps_on_device
-from .engine.fused_step import FusedStep, check_one_pass
 from .engine.gradients import StepState
 from .engine.look import Look
-from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
+from .engine.masters import Masters, NoMasters, on_memory_of, own_masters
 from .engine.missing_scale import WayToScale, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.changes import Changes, require_tensors
 from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
 from .engine.modes.offload import HOST, Offload, asking, check_served
-from .engine.modes.release import PerParameterStepper, ReleasedStep, ReleasingState, check_release
+from .engine.modes.release import ReleasedStep, ReleasingState, check_release
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
+from .engine.one_pass import OnePassStep, check_one_pass
 from .engine.outcome import Outcome, read_at_once
 from .engine.params import HALF_DTYPES, ParamPair, ParamTable, StateByParam, labelled
 from .engine.passes import Gradients
 from .engine.ranks import Digest, Facts
 from .engine.schema import is_ours
 from .engine.stage import BackwardScale, Check, Ready, ScaledBy
-from .engine.state_format import convert_all
 from .engine.step import Step
 from .engine.true_gradients import TrueGradients
 from .engine.wrapped_step import (
     HOOKS,
     STEP_HOOKS_OF_ALL,
-    Stepper,
     WrappedOptimizerGuard,
     WrappedStep,
     extras,
@@ -80,7 +78,7 @@ _NOT_COPIED = (
     "gradients",
     "step_state",
     "_true_gradients",
-    "_state_format",
+    "_spec",
     "_offload",
     "_shelf",
     "_stepper",
@@ -248,9 +246,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _check_new(self, optimizer: Optimizer) -> None:
         """Raise ``ValueError`` where an optimizer that is about to be wrapped does not go with the arguments."""
-        self._state_format = state8.make_state_format(self.config.optimizer_state, type(optimizer))
+        self._spec: Any = state8.spec_of(self.config.optimizer_state, type(optimizer))
         groups = optimizer.param_groups
-        check_one_pass(self.config, optimizer, self._state_format, groups, self._names, is_new=True)
+        check_one_pass(self.config, optimizer, self._spec, groups, self._names, is_new=True)
         if self.config.optimizer_state == "8bit":
             state8.check_moments(optimizer.state_dict(), [name for name, _ in labelled(groups, self._names)])
         self._begin_offload(groups)
@@ -260,12 +258,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._offload: Offload | None = None
         self._shelf, self._is_away = Shelf(), False
         if self.config.offload is not None:
-            self._offload = Offload(self._state_format, self.config.master_weights, groups, self._names)
-            self._state_format = self._offload
+            self._spec = self._offload = Offload(self._spec, self.config.master_weights, groups, self._names)
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         kinds: dict[str, Callable[[], Masters]] = {
-            "full": FullMasters,
+            "full": Masters,
             "none": NoMasters,
             "split": SplitMasters,
             "split24": functools.partial(SplitMasters, 24),
@@ -284,7 +281,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._changes = Changes(self.params) if self.config.track_changes else None
         self.outcome = Outcome(self.lines, all_or_nothing=not self.gradient_release)
         self._compose()
-        convert_all(self._state_format, self.params.all, self.inner)
+        self._convert_state(self._spec)
 
     def _compose(self) -> None:
         """Make the components that hold gradients. A copy or pickle is made without them, and makes its own here."""
@@ -297,27 +294,25 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         sums, scaler = self.grad_accumulation == "fp32", _weakly(me, _scaler_of, self.scaler)
         parts = self.params, self.gradients, scaler, self.device, sums, ranks
         self.step_state: StepState
-        self._stepper: Stepper
+        self._stepper: OnePassStep | WrappedStep | ReleasedStep
         if self.gradient_release:
-            stepped = self.params, self.masters, self._state_format, self.outcome.number
-            one = PerParameterStepper(self.optimizer, *stepped)
-            self.step_state = ReleasingState(*parts, stepper=one, model_writes=self.model_writes)
+            self.step_state = released = ReleasingState(*parts, model_writes=self.model_writes)
+            released.stepper = self._make_stepper(weakref.proxy(released))
             self._stepper = ReleasedStep(self.optimizer)
         else:
             self.step_state = SummingState(*parts)
-            self._stepper = self._make_stepper()
+            self._stepper = self._make_stepper(self.step_state)
         self._true_gradients = TrueGradients(self.step_state)
         own_masters(self.params, self._true_gradients, self.masters.mixed_in)
 
-    def _make_stepper(self) -> Stepper:
-        parts = self.params, self.masters, self.step_state
+    def _make_stepper(self, state: StepState) -> OnePassStep | WrappedStep:
         why = no_fused_step(type(self.inner)) if self.fused_step else "fused_step=False"
-        general = WrappedStep(self.optimizer, self.params, self.masters, why, self.inner)
-        if not self.fused_step or self._state_format.spec is None:
+        general = WrappedStep(self.optimizer, self.params, self.masters, why, self.inner, self.lines)
+        if not self.fused_step or self._spec is None:
             return general
-        form = self._state_format, self.outcome.number
+        parts = self.params, self.masters, state, self._spec, self.outcome.number
         run = parallel.run_hooks_of(self.optimizer, self.model_writes.round_written)
-        return FusedStep(self.config, self.inner, *parts, *form, general, run, self.lines)
+        return OnePassStep(self.config, self.inner, *parts, general, run, self.lines)
 
     def _adopt(self, model: Tensor) -> tuple[Tensor, bool]:
         """The master of a parameter, with the optimizer state that the parameter had, in FP32 where it was in 16 bits.
@@ -434,7 +429,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._names = {}
         if self.config.required_by:
             require_fused_spec(type(self.inner))
-        self._state_format = state8.make_state_format(self.optimizer_state, type(self.inner))
+        self._spec = state8.spec_of(self.optimizer_state, type(self.inner))
         models = {id(pair.master): pair.model for pair in self.params.all}
         self._begin_offload(
             [{**group, "params": [models[id(p)] for p in group["params"]]} for group in self.inner.param_groups]
@@ -467,7 +462,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         names = {**self._names, **names}
         new = {**group, "params": params}
         self.params.check_new_group(new, number, names)
-        check_one_pass(self.config, self.inner, self._state_format, [{**self.defaults, **new}], names, number)
+        check_one_pass(self.config, self.inner, self._spec, [{**self.defaults, **new}], names, number)
         self.optimizer.add_param_group(group)
         self._names = names
         self._begin("add_param_group")
@@ -549,7 +544,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.step_state.require_open()
         models = {id(pair.master): pair.model for pair in self.params.all}
         asked = [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
-        check_one_pass(self.config, self.inner, self._state_format, asked, self._names)
+        check_one_pass(self.config, self.inner, self._spec, asked, self._names)
         self.model_writes.write_edited()  # while those that leave are known
         before = {id(pair): position for position, pair in enumerate(self.params.all)}
         gone = self.params.sync(groups, self._names, self._adopt)
@@ -1411,7 +1406,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             {**here, **told, "params": [pair.model for pair in self.params.all if pair.group == number]}
             for number, (here, told) in enumerate(zip(self.inner.param_groups, saved, strict=False))
         ]
-        check_one_pass(self.config, self.inner, self._state_format, groups, self._names)
+        check_one_pass(self.config, self.inner, self._spec, groups, self._names)
 
     def _plan(self, state_dict: Any, masters: list[Tensor | None]) -> checkpoint.LoadPlan:
         return checkpoint.plan_load(
@@ -1426,8 +1421,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _convert_loaded(self) -> None:
         """Loaded state comes to the form in which it is kept."""
         self.masters.lay_out(self.params.all, self.inner.state)
-        form = self._state_format if self._offload is None else self._offload.inner  # which leaves it on the host
-        convert_all(form, self.params.all, self.inner)
+        self._convert_state(self._spec if self._offload is None else self._offload.inner)  # which leaves it on the host
+
+    def _convert_state(self, spec: Any) -> None:
+        if spec is not None:
+            spec.convert_all(self.params.all, self.inner)
 
     def _bring_state(self, there: dict[Any, Any]) -> None:
         """With ``offload="cpu"`` state goes to the host, into the memory of what was ``there``, by master."""
@@ -1443,11 +1441,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         self._bring_state(there)
         with torch.no_grad():
-            for pair, saved in zip(self.params.all if plan.has_masters else (), plan.masters, strict=True):
-                if saved is not None:
-                    value = self.masters.read([pair])[0].copy_(saved)
-                    if not self.masters.are_whole:
-                        self.masters.write([pair], [value])
+            found = zip(self.params.all if plan.has_masters else (), plan.masters, strict=True)
+            given = [(pair, saved) for pair, saved in found if saved is not None]
+            if self.masters.are_whole:
+                self.masters.write([pair for pair, _ in given], [saved for _, saved in given])
+            else:  # one after the other: values of all would take the memory that split masters save
+                for pair, saved in given:
+                    self.masters.write([pair], [self.masters.read([pair])[0].copy_(saved)])
         if plan.has_masters:
             self.outcome.steps_taken = state_dict.get("steps", 0)
             self.outcome.skipped_steps = state_dict.get("skipped_steps", 0)

@@ -25,7 +25,7 @@ from fp16opt.tools.certify.comparing import same_bits
 
 CHECKS = [
     *["none_grad", "fp32_state", "deterministic"],
-    *["closure", "found_inf", "state_dict", "capturable", "fused_step"],
+    *["closure", "found_inf", "state_dict", "capturable", "fused_step", "wrapped"],
 ]
 
 
@@ -201,6 +201,32 @@ class CountsInPython(Right):
         return super().direction(p, state)
 
 
+class HoldsParameters(Right):
+    """In a place where wrapping does not find them."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        held = list(params)
+        super().__init__(held, lr)
+        self.held = lambda: held
+
+    def parameters(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        return [p for p in self.held() if p.grad is not None]
+
+
+class WritesGradients(HoldsParameters):
+    """As K-FAC does with the gradients of modules."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.held():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+        return Right.step(self, closure)
+
+    def parameters(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        return Right.parameters(self, group)
+
+
 class Raises(Right):
     def step(self, closure: Any = None) -> Any:
         raise ArithmeticError("the 13th of the month")
@@ -237,6 +263,8 @@ WRONG: list[tuple[type[Right], set[str], str]] = [
     (Noisy, {"deterministic", "state_dict"}, "other random states"),
     (NeedsClosure, {"closure", "capturable"}, "does not step without a closure"),
     (DoesNothing, {"closure"}, "moved no parameter"),
+    (HoldsParameters, {"wrapped"}, "holds parameters elsewhere than in param_groups"),
+    (WritesGradients, {"wrapped"}, "or works on the model's gradients"),
     (IgnoresFlag, {"found_inf"}, "step 1 changed a parameter although found_inf was 1"),
     (LeavesGarbage, {"found_inf"}, "left something behind"),
     (IgnoresScale, {"found_inf"}, "grad_scale = 4"),
@@ -253,7 +281,7 @@ def test_each_fault_fails_its_check(cls: type[Right], checks: set[str], words: s
     report = certify(cls)
     assert failed(report) == checks, report
     assert any(words in check.detail for check in report.checks.values() if check.passed is False), report
-    assert report.ok is (not checks & {"none_grad", "fp32_state", "deterministic", "state_dict"})
+    assert report.ok is (not checks & {"none_grad", "fp32_state", "deterministic", "state_dict", "wrapped"})
 
 
 @pytest.mark.parametrize("cls", [HonoursFlag, CountsInGroup, Quantised])
@@ -299,11 +327,11 @@ def test_the_report_is_a_table() -> None:
     assert max(map(len, lines)) <= 120
 
 
-def test_ok_looks_at_four_checks() -> None:
+def test_ok_looks_at_five_checks() -> None:
     passed = {name: Check(True, "") for name in CHECKS}
     for name in CHECKS:
         report = Report("Some", "", {**passed, name: Check(False, "why")})
-        assert report.ok is (name not in ("none_grad", "fp32_state", "deterministic", "state_dict"))
+        assert report.ok is (name not in ("none_grad", "fp32_state", "deterministic", "state_dict", "wrapped"))
         assert Report("Some", "", {**passed, name: Check(None, "why")}).ok
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,3 +130,50 @@ def test_adapters_that_are_merged_and_taken_out_again(base_trains: bool) -> None
     assert not torch.equal(base, before)
     opt.write_masters()
     assert torch.equal(base, before) == base_trains
+
+
+class Chain(torch.optim.Optimizer):
+    """Muon for matrices, AdamW for the rest, as docs/engine.md has it."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        self.muon = torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.02)
+        self.adamw = torch.optim.AdamW([p for p in params if p.dim() != 2], lr=3e-3)
+        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part, groups in ((self.muon, self.param_groups[:1]), (self.adamw, self.param_groups[1:])):
+            part.param_groups, part.state = groups, self.state
+            part.step()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("settings", [{"loss_scale": 64.0}, {"dynamic": True, "grad_accumulation": "fp32"}], ids=str)
+def test_a_chain_of_muon_and_adamw_skips_and_resumes_as_one(settings: dict[str, Any]) -> None:
+    def made() -> tuple[nn.Linear, MixedPrecisionOptimizer]:
+        model = model_of(torch.float16)
+        return model, MixedPrecisionOptimizer(Chain(model.parameters()), **settings)
+
+    def train(model: nn.Linear, opt: MixedPrecisionOptimizer, steps: range) -> None:
+        for step in steps:
+            opt.zero_grad()
+            opt.backward(loss_of(model, step) * (float("inf") if step == 2 else 1.0))
+            before = [p.detach().clone() for p in model.parameters()]
+            opt.clip_master_grads(1.0)
+            opt.step()
+            stays = [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+            assert stays == [step == 2] * 2
+
+    model, opt = made()
+    train(model, opt, range(4))
+    file = io.BytesIO()
+    torch.save([model.state_dict(), opt.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    other, resumed = made()
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    for one in ((model, opt), (other, resumed)):
+        train(*one, range(4, 8))
+    for p, q in zip(opt.master_params(), resumed.master_params(), strict=True):
+        assert torch.equal(p, q)

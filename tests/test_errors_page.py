@@ -313,6 +313,13 @@ def model_converted() -> None:
     one.opt.step()
 
 
+def memory_freed() -> None:
+    one = Training()
+    one.loss().backward()
+    one.model.fc.weight.untyped_storage().resize_(0)
+    one.opt.step()
+
+
 def replaced() -> None:
     one = Training(track_changes=True)
     one.model.fc.weight = nn.Parameter(torch.ones(3, 4).half())
@@ -368,6 +375,29 @@ def no_gradients_under_a_grad_scaler() -> None:
     scaler, layer, other = GradScaler("cpu"), nn.Linear(4, 2), nn.Linear(4, 2)
     scaler.scale(other(torch.ones(3, 4)).sum()).backward()
     scaler.step(SGD(layer.parameters(), lr=0.1))
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Holds the parameters where wrapping does not find them."""
+
+    def __init__(self, params: Any) -> None:
+        held = list(params)
+        super().__init__(held, {"lr": 0.1})
+        self.held = lambda: held
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.held():
+            p.sub_(p.grad)
+
+
+def goes_round() -> None:
+    model = nn.Linear(4, 2).half()
+    opt = MixedPrecisionOptimizer(Shampoo(model.parameters()), loss_scale=8.0)
+    for _ in range(3):
+        opt.zero_grad()
+        opt.backward(model(torch.ones(3, 4).half()).float().sum())
+        opt.step()
 
 
 def no_gradients() -> None:
@@ -604,10 +634,10 @@ def apart(monkeypatch: pytest.MonkeyPatch, lr: float, asked: Asked, mine: Asked 
 
     def gathered(told: Any, _group: Any) -> list[Any]:
         other = [(key, line.replace("lr=0.1", f"lr={lr}")) for key, line in told[1]]
-        return [told, (settings.words_of(asked), other, set())]
+        return [told, (settings.words_of(asked), other, set(), (asked.has_grads, True, {(0, 1)}))]
 
     monkeypatch.setattr(settings, "gather", gathered)
-    settings.Settings(one.inner).refuse(mine, None, False)
+    settings.Settings(one.inner).refuse(mine, lambda _: (0, 1), None, False)
 
 
 def settings_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,6 +646,10 @@ def settings_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     apart(monkeypatch, 0.1, CLIP._replace(steps=2), CLIP._replace(steps=3))
+
+
+def no_gradients_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart(monkeypatch, 0.1, Asked(None, steps=2, has_grads=False), Asked(None, steps=2))
 
 
 def saved_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -763,6 +797,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "model swapped": (R, model_swapped),
     "split master written": (R, split_master_written),
     "model converted": (R, model_converted),
+    "memory freed": (R, memory_freed),
     "replaced": (V, replaced),
     "deleted": (V, deleted),
     "another module": (V, another_module),
@@ -770,6 +805,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "no scale": (L, no_scale),
     "halves outside of state": (L, halves_outside_of_state),
     "not in one pass": (L, not_in_one_pass),
+    "goes round": (L, goes_round),
     "no gradients": (L, no_gradients),
     "sums without backward": (L, sums_without_backward),
     "too large": (L, too_large),
@@ -792,6 +828,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "mixin behind": (T, mixin_behind),
     "settings drifted": (R, settings_drifted),
     "another order": (R, another_order),
+    "no gradients here": (R, no_gradients_here),
     "saved by one": (R, saved_by_one),
     "check on many ranks": (R, check_on_many_ranks),
     "check of released gradients": (V, check_of_released_gradients),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +28,18 @@ pytestmark = [
 ]
 
 
+def environment(*before: Path) -> dict[str, str]:
+    """With the package that these tests import, and folders before all others."""
+    package = Path(fp16opt.__file__).resolve().parent.parent
+    path = os.pathsep.join([*map(str, (*before, package)), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def run_example(name: str, output: Path, *arguments: str) -> str:
-    """Run an example as a user does, with the package that these tests import. Returns what it printed."""
-    package = str(Path(fp16opt.__file__).resolve().parent.parent)
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    """Run an example as a user does. Returns what it printed."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), "--output", str(output), *arguments],
-        env={**os.environ, "PYTHONPATH": path},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=540,
@@ -148,6 +157,71 @@ def test_rl_fp16_stops_where_the_sampler_has_other_weights(tmp_path: Path, monke
         model.blocks[1].down.weight[5, 7] += 1e-3
     with pytest.raises(SystemExit, match="The sampler's weights are not the trainer's"):
         rl.require_equal(model, other)
+
+
+@pytest.mark.slow
+def test_finetune_stopped_by_ctrl_c_and_resumed_bit_exact(tmp_path: Path) -> None:
+    """In 8-bit state, by the plan: weights, codes, scale, order of the data; and deltas that lead to these weights."""
+    transformers = pytest.importorskip("transformers")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = ["--budget", "1.1MB", "--steps", "16", "--save-every", "4", "--save", "deltas"]
+    printed = run_example("finetune.py", whole, *options)
+    assert (
+        "102.8K parameters in float16: master_weights='split', optimizer_state='8bit'; 806.2 KiB of 1.0 MiB" in printed
+    )
+    assert_is_picture(whole / "finetune.png")
+    line = [sys.executable, str(EXAMPLES / "finetune.py"), "--output", str(parts), *options]
+    with subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+        while not (parts / "checkpoint.pt").exists() and run.poll() is None:
+            time.sleep(0.01)
+        run.send_signal(signal.SIGINT)
+        said, _ = run.communicate(timeout=120)
+    assert run.returncode == 128 + signal.SIGINT
+    middle = load(parts / "checkpoint.pt")
+    assert 4 <= middle["step"] < 16
+    assert f"Stopped after step {middle['step']} of 16, and saved." in said
+    assert_is_picture(parts / "finetune.png")
+    shutil.copy(parts / f"delta-{middle['step']:06}.safetensors", parts / "delta-000015.safetensors")  # of a step lost
+    run_example("finetune.py", parts, *options, "--resume")
+    end = load(parts / "checkpoint.pt")
+    assert_same_bits(load(whole / "checkpoint.pt"), end)
+    for folder in (whole, parts):
+        sampler = transformers.AutoModelForCausalLM.from_pretrained(folder / "start")
+        for path in sorted(folder.glob("delta-*.safetensors")):
+            fp16opt.WeightDelta.load(path).apply_(sampler)
+        assert_same_bits(dict(sampler.state_dict()), dict(end["model"]))
+    run_example("finetune.py", parts, *options, "--resume")  # which finds that all is done
+    assert_same_bits(load(parts / "checkpoint.pt"), end)
+
+
+@pytest.mark.slow
+def test_finetune_reads_json_lines_and_hands_out_whole_weights(tmp_path: Path) -> None:
+    """With gradients released, as nothing else fits: a static scale, no clip."""
+    transformers = pytest.importorskip("transformers")
+    data = tmp_path / "data.jsonl"
+    lines = [{"text": f"{number} is a number. " * 9} for number in range(40)]
+    lines += [{"prompt": f"{number} + 1 = ", "completion": f"{number + 1}" * 20} for number in range(40)]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    options = ["--short", "--data", str(data), "--budget", "0.8MB"]
+    assert "gradient_release=True" in run_example("finetune.py", tmp_path / "out", *options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    saved = load(tmp_path / "out" / "checkpoint.pt")
+    assert_same_bits(dict(model.state_dict()), dict(saved["model"]))
+    losses = saved["history"]["loss"]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0]
+    assert set(saved["history"]["scale"]) == {1024.0}
+
+
+def test_finetune_says_that_it_needs_transformers(tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError")
+    line = [sys.executable, str(EXAMPLES / "finetune.py")]
+    done = subprocess.run(
+        line, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "examples/finetune.py needs transformers: pip install -r requirements/trainers.txt\n"
+    assert not (tmp_path / "finetune-output").exists()
 
 
 def test_a_checkpoint_made_with_other_settings_is_refused(tmp_path: Path) -> None:

@@ -48,8 +48,7 @@ ENGINE = [
     "outcome",
     "wrapped_step",
     "fused_registry",
-    "state_format",
-    "fused_step",
+    "one_pass",
     "checkpoint",
     "parts",
     # What an argument of the wrapper asks for: no file of the engine imports one of these.

@@ -429,8 +429,31 @@ def test_the_scan_says_what_the_page_says() -> None:
         assert len(row) == 3
 
 
+@pytest.mark.parametrize(
+    ("line", "write"),
+    [
+        ("clip_grad_norm_(model.parameters(), 0.37)", "`opt.clip_master_grads(0.37)`;"),
+        (
+            "clip_grad_norm_(model.parameters(), max_norm=args.clip, norm_type=1)",
+            "`opt.clip_master_grads(args.clip, norm_",
+        ),
+        ("clip_grad_norm_(model.parameters(), cfg.clip, 1.0, foreach=True)", "`opt.clip_master_grads(cfg.clip, 1.0)`;"),
+        ("clip_grad_value_(parameters=model.parameters(), clip_value=0.29)", "`opt.clip_master_values(0.29)`;"),
+        ("dispatch_clip_grad(model.parameters(), 0.4)", "`opt.clip_master_grads(0.4)`;"),
+        ("p.grad.data.clamp_(min=-c, max=c)", "`opt.clip_master_values(c)`"),
+        ("p.grad.data.clamp_(0, 2)", "`opt.clip_master_values(1.0)`"),
+        ("p.register_hook(lambda grad: grad.clamp(-0.3, 0.3))", "`opt.clip_master_values(0.3)` after the last"),
+    ],
+)
+def test_advice_has_the_numbers_of_the_line(line: str, write: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"opt.backward(loss)\nfor p in model.parameters():\n    {line}\nopt.step()\n")
+    (found,) = old_lines.find(tmp_path / "train.py")
+    assert found.write.startswith(write)
+    assert f"write: {write}" in str(found)
+
+
 FAULT = "p.grad.data.clamp_(-1, 1)"
-FOUND = FAULT + " (nothing tells of it while it runs)\n    write: `opt.clip_master_values(1.0)`\n"
+FOUND = FAULT + " (nothing tells of it while it runs)\n    write: `opt.clip_master_values(1)`\n"
 
 
 def test_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

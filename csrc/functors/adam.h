@@ -45,14 +45,20 @@ struct AdamTerms {
           near(s.weight < 0.5f) {}
 };
 
-// `grad` as it is stored, widened; `p` decays, `m` and `v` are updated.
+// `g` is the gradient, scaled and clipped; `p` decays, `m` and `v` are updated. kNear: `near` is known to be true.
+template <bool kNear = false, class T>
+FP16OPT_HD void adam_moments_of(const AdamTerms<T>& s, T g, T& p, T& m, T& v) {
+    p = p * s.decay;
+    m = kNear || s.near ? m + s.weight * (g - m) : g - (g - m) * s.rest;
+    v = v * s.beta2 + (s.square * g) * g;
+}
+
+// `grad` as it is stored, widened.
 template <class T>
 FP16OPT_HD void adam_moments(const AdamTerms<T>& s, T grad, T& p, T& m, T& v) {
     T g = scale(unscale(grad, s.inv_scale), s.coefficient);
     if (s.adds_l2) g = g + p * s.l2;
-    p = p * s.decay;
-    m = s.near ? m + s.weight * (g - m) : g - (g - m) * s.rest;
-    v = v * s.beta2 + (s.square * g) * g;
+    adam_moments_of(s, g, p, m, v);
 }
 
 // What the moments move `p` by; `second` is the root of v.

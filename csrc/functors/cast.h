@@ -13,6 +13,10 @@ struct Half {
 struct BFloat16 {
     uint16_t bits;
 };
+template <class T>
+constexpr bool kIsHalf = false;
+template <>
+constexpr bool kIsHalf<Half> = true;
 
 FP16OPT_HD float widen(Half value) { return half_to_float(value.bits); }
 FP16OPT_HD float widen(BFloat16 value) { return bfloat16_to_float(value.bits); }

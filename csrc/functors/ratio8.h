@@ -36,11 +36,15 @@ FP16OPT_HD W ratio_dither(W dither) {
 
 // -- codes to numbers ------------------------------------------------------------------------------------------------
 
-// sqrt(v) of its code.
+// sqrt(v) of its code, as a number.
+template <class T>
+FP16OPT_HD T root_of_number(T code, T scale) {
+    const T share = code * kShareUnit;
+    return scale * (share * share);
+}
 template <class T, class W>
 FP16OPT_HD T root_of_code(W code, T scale) {
-    const T share = to_floats(code) * kShareUnit;
-    return scale * (share * share);
+    return root_of_number(to_floats(code), scale);
 }
 
 // m of its code, which is in the upper byte of 32 bits: `unit` is limit * kRatioUnit, `per` what it is a share of.

@@ -33,17 +33,23 @@ struct SgdTerms {
           fresh(splat(s.fresh)), step_size(splat(s.step_size)), adds_l2(s.l2 != 0.0f), nesterov(s.nesterov != 0) {}
 };
 
-// `grad` as it is stored, widened; `p` and `buffer` are updated. A null `buffer` is a step without momentum; kFirst says
-// that it holds nothing yet.
+// `g` is the gradient, scaled, clipped and with L2; `p` and `buffer` are updated. A null `buffer` is a step without momentum;
+// kFirst says that it holds nothing yet.
 template <bool kFirst, class T>
-FP16OPT_HD void sgd(const SgdTerms<T>& s, T grad, T& p, T* buffer) {
-    T g = scale(unscale(grad, s.inv_scale), s.coefficient);
-    if (s.adds_l2) g = g + p * s.l2;
+FP16OPT_HD void sgd_of(const SgdTerms<T>& s, T g, T& p, T* buffer) {
     if (buffer != nullptr) {
         *buffer = kFirst ? g : *buffer * s.momentum + g * s.fresh;
         g = s.nesterov ? g + *buffer * s.momentum : *buffer;
     }
     p = p + g * s.step_size;
+}
+
+// `grad` as it is stored, widened.
+template <bool kFirst, class T>
+FP16OPT_HD void sgd(const SgdTerms<T>& s, T grad, T& p, T* buffer) {
+    T g = scale(unscale(grad, s.inv_scale), s.coefficient);
+    if (s.adds_l2) g = g + p * s.l2;
+    sgd_of<kFirst>(s, g, p, buffer);
 }
 
 // The state: nothing, or momentum_buffer.

@@ -46,7 +46,7 @@ typedef unsigned long long uintptr_t;
 #else
 #define FP16OPT_BLOCKS 3
 #endif
-#define FP16OPT_STEP_BLOCKS(Step) (Step::blocks < FP16OPT_BLOCKS ? Step::blocks : FP16OPT_BLOCKS)
+#define FP16OPT_STEP_BLOCKS(Step) (Step::knows_cards || Step::blocks < FP16OPT_BLOCKS ? Step::blocks : FP16OPT_BLOCKS)
 #define FP16OPT_ENTRY(name, ...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__) fp16opt_##name
 
 #define FP16OPT_FINDING(name, Operation)                                                                        \

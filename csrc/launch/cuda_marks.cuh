@@ -54,7 +54,7 @@ public:
         }
         if (differ == 0) return;
         const int64_t place = start_ + i;
-        uint32_t* const at = bits_ + place / 32;
+        uint32_t* const at = in_global_memory(bits_) + place / 32;
         const int shift = int(place % 32), above = 32 - shift;
         uint32_t marked = set_bits(at, differ << shift) >> shift;
         if (above < kGroup && differ >> above != 0) marked |= set_bits(at + 1, differ >> above) << above;

@@ -28,6 +28,7 @@ struct StepCommon : Marking {
     int32_t model_list;  // -1: parameters that are their own masters
     uint32_t number;     // of the step, by which what has few bits is rounded
     struct Rows {};  // what the threads of a block share beyond it
+    static constexpr bool knows_cards = false;  // whether `blocks` is right for each card, and not only where three of others fit
 
     FP16OPT_HD bool is_needed() const { return found_inf == nullptr || *found_inf == 0.0f; }
     FP16OPT_HD GradFactors factors(bool maximize) const { return {*inv_scale, maximize ? -*coefficient : *coefficient}; }
@@ -124,7 +125,7 @@ struct WithTerms {
 
 // Memory of a block for the numbers of its step; the constructor of these is not for shared memory.
 template <class Step>
-struct alignas(8) StepRoom {
+struct alignas(16) StepRoom {
     unsigned char bytes[sizeof(typename Step::Terms)];
     typename Step::Rows rows;
 

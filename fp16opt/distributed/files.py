@@ -29,7 +29,7 @@ from ..engine.arguments import clean
 from ..engine.snapshot import copied
 from .exchange import gather, together
 from .modules import unwrapped, wrapper_of
-from .named import blank, load_state_dict, names_of, of_all_stages, state_dict
+from .named import load_state_dict, names_of, of_all_stages, room_like, state_dict
 from .partial import IncompatibleKeys, merged
 from .waiting import meet
 
@@ -39,6 +39,9 @@ _KEYS = {"format", "saved_at_ns", "files"}
 _CHECKED_KEYS = _KEYS | {"blake2b", "manifest_blake2b"}  # manifests of before had no checksums
 _BLOCK = 1 << 20  # bytes read at a time
 _PARTIAL = re.compile(r"\..*\.partial")
+_OURS = re.compile(r"\..+\.[0-9a-f]{32}\.partial")  # as _write names them
+
+_writing: set[str] = set()  # names of folders that this process has begun and not finished, in threads too
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None:
@@ -46,7 +49,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None
 
     What :func:`fp16opt.distributed.state_dict` gives, and the model's buffers and parameters that ``opt`` does not
     have, are written by ``torch.distributed.checkpoint`` into a hidden folder beside ``path``, which is then renamed: a
-    folder named ``path`` is always whole.
+    folder named ``path`` is always whole. Hidden folders beside it that saves have left which were killed are removed:
+    a folder of checkpoints belongs to one training.
 
     Args:
         path: a folder that does not exist, on a file system that all ranks see.
@@ -163,7 +167,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer, *, stri
     manifest = together("load", lambda: check_complete(where))
     together("load", lambda: _check_sums(where, manifest))  # before torch unpickles anything
     reading = together("load", lambda: _template(where, model, opt, strict))
-    with _checkpoint_errors(f"load {where}"):
+    with checkpoint_errors(f"load {where}"):
         dcp_load({**reading.template, "model": reading.rest}, checkpoint_id=str(where))
     left_out = IncompatibleKeys([], [])
     if not strict:
@@ -267,10 +271,13 @@ def _write(path: Path, payload: dict[str, Any], group: Any) -> None:
     """Write into a hidden folder, then rename it."""
     tag = gather(uuid.uuid4().hex, group)[0]
     partial = path.parent / f".{path.name}.{tag}.partial"  # see _PARTIAL
-    together("save", lambda: _check_new(path), group)
     first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) == 0
+    _writing.add(partial.name)
     try:
-        with _checkpoint_errors(f"save {path}"):
+        together("save", lambda: _check_new(path), group)
+        if first:
+            _remove_killed(path.parent)
+        with checkpoint_errors(f"save {path}"):
             writer = FileSystemWriter(str(partial), overwrite=False)
             dcp_save(payload, storage_writer=writer, process_group=group)
         sums = _sums_together(partial, group)
@@ -279,6 +286,15 @@ def _write(path: Path, payload: dict[str, Any], group: Any) -> None:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        _writing.discard(partial.name)
+
+
+def _remove_killed(folder: Path) -> None:
+    """What saves that were killed have left there: no process of this training is writing it."""
+    for found in folder.glob(".*.partial"):
+        if _OURS.fullmatch(found.name) and found.name not in _writing:
+            shutil.rmtree(found, ignore_errors=True)
 
 
 def _complete(partial: Path, path: Path, sums: dict[str, str]) -> None:
@@ -348,7 +364,7 @@ def _own_sum(manifest: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _checkpoint_errors(what: str) -> Iterator[None]:
+def checkpoint_errors(what: str) -> Iterator[None]:
     """torch's CheckpointException is no Exception, and ``except Exception`` would let it pass."""
     try:
         yield
@@ -408,7 +424,7 @@ def _template(path: Path, model: nn.Module, opt: Optimizer, strict: bool) -> _Re
             if isinstance(value, Tensor) and size is not None and tuple(size) != tuple(value.shape):
                 raise ValueError(f"{path}: {name!r} has shape {list(size)}, the model's has {list(value.shape)}.")
     for name in set(rest) & set(mine):
-        rest[name] = _blank(stored.state_dict_metadata[f"model.{name}"], mine[name], on)
+        rest[name] = blank(stored.state_dict_metadata[f"model.{name}"], mine[name], on)
     template: dict[str, Any] = {"masters": {}, "state": {}, "scaler": {}, "param_groups": []}
     if any(where[0] == "counts" for where in paths.values()):  # files of before have none
         template["counts"] = {}
@@ -420,7 +436,7 @@ def _template(path: Path, model: nn.Module, opt: Optimizer, strict: bool) -> _Re
             or (kind == "state" and name not in mine)
         ):
             continue
-        _put(template, where, _blank(stored.state_dict_metadata[flat], masters.get(name) if name else None, on))
+        put(template, where, blank(stored.state_dict_metadata[flat], masters.get(name) if name else None, on))
     return _Reading(template, rest, trained, others, there)
 
 
@@ -479,18 +495,18 @@ def _exchange(reading: _Reading, model: nn.Module, opt: Optimizer) -> None:
         reading.rest[name] = masters.pop(name)
 
 
-def _blank(stored: Any, master: Tensor | None, on: torch.device | None) -> Any:
+def blank(stored: Any, master: Tensor | None, on: torch.device | None = None) -> Any:
     """Something for dcp.load to fill: like the master if it has its shape."""
     size = getattr(stored, "size", None)
     if size is None:
         return None
     dtype = stored.properties.dtype
     if master is not None and tuple(size) == tuple(master.shape) and master.dim():
-        return blank(master, dtype, on)
+        return room_like(master, dtype, on)
     return torch.empty(size, dtype=dtype, device="cpu")
 
 
-def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:
+def put(root: Any, path: tuple[Any, ...], value: Any) -> None:
     """``root[path[0]][path[1]]... = value``, with dicts and lists made on the way."""
     for key, following in itertools.pairwise(path):
         root = _entry(root, key, [] if isinstance(following, int) else {})

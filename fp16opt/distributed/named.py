@@ -121,7 +121,7 @@ def of_all_stages(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "param_groups": merged, "state": {} if has_none else state_dict["state"]}
 
 
-def blank(like: Tensor, dtype: torch.dtype, where: torch.device | None) -> Tensor:
+def room_like(like: Tensor, dtype: torch.dtype, where: torch.device | None) -> Tensor:
     """Memory for what a checkpoint holds, laid out as a tensor is, over ranks too: on a device, or where that is."""
     piece = local(like.detach())
     return as_piece_of(torch.empty_like(piece, dtype=dtype, device=where or piece.device), like)
@@ -131,7 +131,7 @@ def _first_state(
     optimizer: Optimizer, group: dict[str, Any], master: Tensor, where: torch.device | None
 ) -> dict[str, Any]:
     """The state that the first step gives ``master``, as zeros: a throwaway copy of the optimizer steps zeros."""
-    zeros = blank(master, master.dtype, where).zero_().requires_grad_()
+    zeros = room_like(master, master.dtype, where).zero_().requires_grad_()
     zeros.grad = torch.zeros_like(zeros)
     lr = group.get("lr")
     throwaway = copy.copy(optimizer)
@@ -312,10 +312,21 @@ def _positional(sd: Mapping[str, Any], wrapper: Wrapper, names: dict[int, str], 
         entry = sd["state"].get(names[id(pair.model)])
         if entry is not None and not fresh:
             state[i] = {key: _like_master(value, pair.master) for key, value in entry.items()}
-    masters = [value.float() if pair.is_apart else None for pair, value in zip(pairs, values, strict=True)]
+    are_apart = wrapper.masters.are_apart
+    masters = [
+        # What is frozen here, and had a master, gets it: it has all bits, and its moments, when it thaws.
+        value.float()
+        if pair.is_apart or (are_apart and not pair.has_master and _was_apart(pair.model, value))
+        else None
+        for pair, value in zip(pairs, values, strict=True)
+    ]
     optimizer = {"state": state, "param_groups": groups}
     positional = {"version": checkpoint.VERSION, "optimizer": optimizer, "masters": masters, "scaler": sd["scaler"]}
     return {**positional, **counts}
+
+
+def _was_apart(model: Tensor, saved: Tensor) -> bool:
+    return model.dtype in HALF_DTYPES and saved.dtype not in HALF_DTYPES
 
 
 def _counts(sd: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -24,7 +24,7 @@ from ..engine.params import DeviceParams
 from ..engine.ranks import Digest, Replicas, Sums
 from .exchange import gather
 from .settings import refuse_settings
-from .waiting import explain
+from .waiting import explain, meet
 
 _CHUNK = 2**25  # bytes of FP32 sums that are sent at a time
 _VERDICTS = 8  # verdicts that travel with them; should more scalers have a part, the last one is theirs together
@@ -141,7 +141,8 @@ class DdpReplicas(Compared):
         if self.ddp._join_config.enable:
             raise RuntimeError(
                 "Join([ddp]) trains on uneven inputs, where masters, step counts and scales of ranks drift apart. Even "
-                "out the inputs, as DistributedSampler(drop_last=True) does."
+                "out the inputs, as DistributedSampler(drop_last=True) does. After a Join that is over make the "
+                "DistributedDataParallel anew and attach it: torch leaves the old one in it."
             )
         state = self._state()
         self._as_stamped = self.ddp.gradient_as_bucket_view and state is not None and state.is_as_stamped()
@@ -264,12 +265,14 @@ def verify(group: Any, digest: Digest) -> None:
         digest: what to compare.
 
     Raises:
-        RuntimeError: on every rank, naming the first setting or parameter that differs.
+        RuntimeError: on every rank, naming the first setting or parameter that differs; or a rank does not come to
+            this within the time-out of the group.
     """
     contents = zip(digest.names, map(content_hash, digest.values), strict=True)
     pieces: dict[str, list[tuple[str, int]]] = {"": [*contents, ("the loss scaler", hash_of(digest.scaler))]}
     for piece, name, value in digest.copies:
         pieces.setdefault(piece, []).append((name, content_hash(value)))
+    meet("a step with verify_ranks_every", group)  # else a rank that is elsewhere would take these for its own messages
     short = hash_of(repr(digest.settings)), {piece: hash_of(repr(hashes)) for piece, hashes in pieces.items()}
     everyone = gather(short, group)
     known: dict[str, int] = {}

@@ -6,7 +6,7 @@ import ctypes
 import math
 import zlib
 from array import array
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -90,12 +90,14 @@ class Settings:
     Attributes:
         kept: keys of groups in which steps keep values, each rank its own, and which are no settings: the estimates
             of Prodigy around ZeRO. Known, on all ranks alike, when such a value has differed for the first time.
+        idle: whether this rank has no gradients of its own, as a frozen stage of a pipeline. Known in the same way.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._written: set[str] = set()
         self.kept: frozenset[str] = frozenset()
+        self.idle = False
 
     def see_step(self, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> None:
         """Groups as they were before a step of this rank, and as it has left them: what differs is no setting."""
@@ -110,32 +112,43 @@ class Settings:
         Made of numbers, texts, None and tuples of these; a tensor on a device counts as there, so that nothing syncs.
         """
         values = array("d")
-        _extend(values, asked)
+        _extend(values, asked._replace(has_grads=asked.has_grads is not self.idle))
         for group in self._optimizer.param_groups:
             for key, value in _settings(group):
                 if key not in self.kept:
                     _extend(values, (value,))
         return 1 + zlib.crc32(values.tobytes()) % (number_limit(ranks) - 1)
 
-    def refuse(self, asked: Asked, group: Any, is_late: bool) -> None:
+    def refuse(self, asked: Asked, must_hold: Callable[[Tensor], Sequence[int]], group: Any, is_late: bool) -> None:
         """Ranks have asked for different things, or have other settings: raise on all of them. Collective.
 
-        Where they differ in values alone that steps have written, these are :attr:`kept` from here on.
+        Where they differ in values alone that steps have written, these are :attr:`kept` from here on; and ranks
+        without gradients that share no parameter with those that have some are :attr:`idle`.
 
         Args:
+            must_hold: gives the ranks that have a parameter.
             is_late: whether it is the step before that they differed in.
         """
-        mine = words_of(asked), _named_lines(self._optimizer.param_groups), self._written
+        groups = self._optimizer.param_groups
+        trained = {tuple(must_hold(param)) for each in groups for param in each["params"] if param.requires_grad}
+        is_as_known = asked.has_grads is not self.idle
+        mine = words_of(asked), _named_lines(groups), self._written, (asked.has_grads, is_as_known, trained)
         everyone = gather(mine, group)
         when = errors.STEPPED_BEFORE if is_late else errors.NOTHING_WAS_STEPPED
         for rank, (words, *_) in enumerate(everyone):
             if words != everyone[0][0]:
                 raise errors.ANOTHER_ORDER(one=everyone[0][0], rank=rank, other=words, when=when)
-        kept = self.kept.union(*(written for *_, written in everyone))
-        told = [[line for key, line in lines if key not in kept] for _, lines, _ in everyone]
+        holds = [told for *_, told in everyone]
+        for rank, (has_grads, _, trained) in enumerate(holds):
+            there = [k for k, (others_have, _, theirs) in enumerate(holds) if others_have and theirs & trained]
+            if there and not has_grads:
+                raise errors.NO_GRADIENTS_HERE(rank=rank, one=words_of(asked), first=there[0], when=when)
+        self.idle = not asked.has_grads
+        kept = self.kept.union(*(written for *_, written, _ in everyone))
+        told = [[line for key, line in lines if key not in kept] for _, lines, *_ in everyone]
         for rank, lines in enumerate(told):
             refuse_settings(0, told[0], rank, lines, when)
-        if kept != self.kept:
+        if kept != self.kept or not all(is_as_known for _, is_as_known, _ in holds):
             self.kept = kept
             return
         raise RuntimeError(

@@ -75,9 +75,14 @@ class GroupRanks(Ranks):
         """See :meth:`.settings.Settings.see_step`."""
         self._settings.see_step(before, after)
 
-    def reach(self, param: Tensor) -> Reach:
-        """Over which ranks a parameter lies."""
+    def must_hold(self, param: Any) -> Holders:
+        """The ranks that certainly have a parameter, and so have gradients where one of them has some."""
         raise NotImplementedError("each kind of training has its own")
+
+    def reach(self, param: Tensor) -> Reach:
+        """Over which ranks a parameter lies: those that certainly have it."""
+        ranks = self.must_hold(param)
+        return Reach(ranks, ranks)
 
     def check_alike(self) -> None:
         """Compare, the first time, what ranks must have alike. One that differs would be summed wrongly."""
@@ -100,7 +105,6 @@ class GroupRanks(Ranks):
         found: Sequence[Tensor],
         asked: Asked,
         power_sum: Tensor | None,
-        has_grads: bool = True,
         losses: Sequence[Tensor] = (),
     ) -> Agreed:
         """See :meth:`fp16opt.engine.ranks.Ranks.agree`.
@@ -111,14 +115,13 @@ class GroupRanks(Ranks):
         """
         with self._sending("a clip or a step"):
             self.check_alike()
-            return self._agree(found, asked, power_sum, has_grads, losses)
+            return self._agree(found, asked, power_sum, losses)
 
     def _agree(
         self,
         found: Sequence[Tensor],
         asked: Asked,
         power_sum: Tensor | None,
-        has_grads: bool,
         losses: Sequence[Tensor],
     ) -> Agreed:
         size, norm_type = dist.get_world_size(self.group), asked.norm_type
@@ -134,7 +137,7 @@ class GroupRanks(Ranks):
         number = self._settings.number(asked, size)
         loss_is_bad = self._loss_is_bad(any_found, losses)
         reduced = self._largest if norm_type == math.inf else self._added_up
-        own = _Own(flags, any_found, loss_is_bad, last, number, has_grads)
+        own = _Own(flags, any_found, loss_is_bad, last, number, asked.has_grads)
         verdicts, last, there, origin, numbers = reduced(own, size)
         if self.device.type == "cpu":
             self._compare(asked, numbers, size)
@@ -206,7 +209,7 @@ class GroupRanks(Ranks):
         first, second = map(int, numbers.tolist())
         are_alike = first == -second if asked.norm_type == math.inf else first * first == size * second
         if not are_alike:
-            self._settings.refuse(asked, self.group, is_late)
+            self._settings.refuse(asked, self.must_hold, self.group, is_late)
 
     def _own_group(self) -> Any:
         if self._own is None:
@@ -253,7 +256,6 @@ class MeshRanks(GroupRanks):
         covers_world = len(self.union) == dist.get_world_size()
         covering = [root for root in roots if root.size() == len(self.union)]
         self._is_covered = bool(covering) or covers_world
-        self.expects_all = len(roots) > 1  # ranks may have parameters that others lack
         group = _group_of(covering[0]) if covering and not (covers_world and len(roots) > 1) else None
         super().__init__(group, _device_of(roots[0]), facts, optimizer)
 
@@ -279,8 +281,11 @@ class MeshRanks(GroupRanks):
 
     def reach(self, param: Any) -> Reach:
         """See :class:`GroupRanks`: all of these ranks have it."""
-        ranks = self.may_hold(param)
-        return Reach(ranks, ranks, self.bits(param))
+        return super().reach(param)._replace(bits=self.bits(param))
+
+    def must_hold(self, param: Any) -> Holders:
+        """See :class:`GroupRanks`."""
+        return self.may_hold(param)
 
     def may_hold(self, param: Any) -> Holders:
         """The ranks of the parameter's root mesh; of a plain one, all."""
@@ -358,8 +363,6 @@ class StageRanks(GroupRanks):
         ValueError: see :func:`.alike.compare`.
     """
 
-    expects_all = True
-
     def __init__(
         self,
         group: Any,
@@ -411,10 +414,15 @@ class StageRanks(GroupRanks):
     def reach(self, param: Any) -> Reach:
         """See :class:`GroupRanks`: stages of its root mesh may lack it."""
         if not isinstance(self.within, MeshRanks):
-            return Reach(self._copies, self._copies)
+            return super().reach(param)
+        return Reach(self.within.may_hold(param), self.must_hold(param), self.within.bits(param))
+
+    def must_hold(self, param: Any) -> Holders:
+        """See :class:`GroupRanks`: stages of the root mesh may lack it."""
+        if not isinstance(self.within, MeshRanks):
+            return self._copies
         mesh = getattr(param, "device_mesh", None)
-        must = (dist.get_rank(),) if mesh is None else ranks_of(mesh)
-        return Reach(self.within.may_hold(param), must, self.within.bits(param))
+        return (dist.get_rank(),) if mesh is None else ranks_of(mesh)
 
     def counted(self, param: Tensor) -> bool:
         """Once over all ranks that hold it.
@@ -434,7 +442,6 @@ class StageRanks(GroupRanks):
         found: Sequence[Tensor],
         asked: Asked,
         power_sum: Tensor | None,
-        has_grads: bool = True,
         losses: Sequence[Tensor] = (),
     ) -> Agreed:
         """See :class:`GroupRanks`.
@@ -447,7 +454,7 @@ class StageRanks(GroupRanks):
                 f"a step of a pipeline: expected gradients of one loss scaler, got those of {len(found)}. Other stages "
                 "see no loss: add the losses up in the schedule's loss_fn, and scale their sum by one scaler."
             )
-        return super().agree(found, asked, power_sum, has_grads, losses)
+        return super().agree(found, asked, power_sum, losses)
 
     def largest(self, norms: Tensor) -> Tensor:
         """See :class:`GroupRanks`. All are of one scaler, and stages may have looked several times: one is sent."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..engine.ranks import Facts
 from ..engine.wrapped_step import guard_open, note_step
-from .alike import Reach
+from .alike import Holders
 from .exchange import message_device
 from .shards import GroupRanks
 
@@ -45,9 +45,9 @@ class ZeroRanks(GroupRanks):
         super().__init__(zero.process_group, message_device(zero.process_group, zero._default_device), facts, zero)
         self._holders = tuple(sorted(torch.distributed.get_process_group_ranks(zero.process_group)))
 
-    def reach(self, param: Tensor) -> Reach:
+    def must_hold(self, param: Any) -> Holders:
         """See :class:`GroupRanks`: every rank has the model's parameters."""
-        return Reach(self._holders, self._holders)
+        return self._holders
 
 
 def after_part(zero: Any, copy_down: Callable[[], None], ranks: ZeroRanks) -> None:

@@ -203,9 +203,11 @@ def _load_optimizer(
         ids = [i for group in final["param_groups"] for i in group["params"]]
         params = [p for params in lists for p in params]
         for i, param in zip(ids, params, strict=True):
-            if i in final["state"] and param in optimizer.state:
-                saved = final["state"][i]
-                optimizer.state[param] = _put_right(optimizer.state[param], saved, param, how)
+            loaded = optimizer.state.get(param) if i in final["state"] else None
+            if loaded is not None:
+                right = _put_right(loaded, final["state"][i], param, how)
+                if right is not loaded:
+                    optimizer.state[param] = right
 
     with contextlib.ExitStack() as hooks:
         if _hooks(optimizer, "pre") is not None:  # a class without tables of hooks doesn't call torch's loading
@@ -247,6 +249,8 @@ def _put_right(loaded: Any, saved: Any, param: Tensor, how: _How, key: object = 
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         if key == "step":  # torch's rule holds: on the host, or beside the parameter if fused or capturable
             return loaded
+        if loaded is saved and saved.dtype == param.dtype and saved.stride() == param.stride():
+            return loaded  # nothing was cast
         # torch's own classes need these in the parameter's dtype (FP64 state for an FP32 master, say)
         as_param = how.standard and (key in PER_ELEMENT or key in FACTORED)
         is_half = param.dtype in HALF_DTYPES

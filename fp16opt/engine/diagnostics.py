@@ -108,7 +108,7 @@ class Lines:
 
         Args:
             text: with places for ``arguments``, as :mod:`logging` fills them in.
-            nth: the how manieth of its kind it is: the 1st, 2nd, 4th, 8th are logged.
+            nth: its ordinal among lines of this kind; the 1st, 2nd, 4th, 8th are logged.
             once: whether a second one of its kind is never logged.
             to: the logger.
 

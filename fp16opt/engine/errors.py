@@ -310,6 +310,13 @@ MODEL_CONVERTED = Refusal(
     model first, then make the optimizer and wrap it.""",
 )
 
+MEMORY_FREED = Refusal(
+    "memory freed",
+    RuntimeError,
+    """parameter {name!r} has no memory: its storage was resized to 0. Give it its memory and its values back before any
+    call of the optimizer.""",
+)
+
 REPLACED = Refusal(
     "replaced",
     ValueError,
@@ -362,6 +369,17 @@ NOT_IN_ONE_PASS = Line(
     "not in one pass",
     logging.WARNING,
     "the wrapped optimizer steps itself from here on, and not in one pass: {reason}.",
+)
+
+WROTE_GRADIENTS = "written the model's gradients, by which masters are not stepped"
+MOVED_NOTHING = "moved no master"
+
+GOES_ROUND = Line(
+    "goes round",
+    logging.WARNING,
+    """three steps of {optimizer} in a row have {what}. It holds parameters elsewhere than in its param_groups, or works
+    on the gradients of the model. Have it read p and p.grad of its param_groups in every step, or train with another
+    optimizer. fp16opt.certify tries one.""",
 )
 
 NO_GRADIENTS = Line(
@@ -559,6 +577,13 @@ ANOTHER_ORDER = Refusal(
     """ranks called in another order: rank 0 has come to {one}, rank {rank} to {other}. {when}. Call
     clip_master_grads, with one max_norm and norm_type, and step alike on every rank, also where a rank has no
     gradients. A rank that has left a step out is a step behind: load the last checkpoint.""",
+)
+
+NO_GRADIENTS_HERE = Refusal(
+    "no gradients here",
+    RuntimeError,
+    """rank {rank} has come to {one}, without gradients, and rank {first} has some of the same parameters. {when}. Clear
+    gradients and give steps up on all ranks alike; a rank without data of its own calls backward on a loss times 0.""",
 )
 
 SAME_CALLS = "Every rank must make the same calls in the same order; put no `if rank == 0:` around save, load or step."

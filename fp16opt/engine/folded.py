@@ -16,9 +16,9 @@ from .dtensors import raw_grad, raw_grads, set_raw_grad
 class FoldedGradient(Tensor):
     """In the place of a gradient that is in its master's sum. It has no memory.
 
-    None would hide a line that clips or divides the model's gradients, as such lines leave out what has none. Where it
-    is cleared the sum is given up; what it is can be asked. A backward that adds to it, without the optimizer, leaves
-    its own gradient, and the optimizer's next call refuses that. All else raises.
+    With None a line that clips or divides the model's gradients would silently skip this parameter. Where it is cleared
+    the sum is given up; its dtype, shape and device can be read. A backward that adds to it, without the optimizer,
+    leaves its own gradient, and the optimizer's next call refuses that. All else raises.
     """
 
     called: str
@@ -26,8 +26,9 @@ class FoldedGradient(Tensor):
 
     @staticmethod
     def __new__(cls: Any, param: Tensor, name: str) -> FoldedGradient:
+        dtype = getattr(param, "grad_dtype", None) or param.dtype  # what torch lets stand there
         made: FoldedGradient = Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, storage_size=0
+            cls, param.shape, strides=param.stride(), dtype=dtype, device=param.device, storage_size=0
         )
         made.called, made.param = name, weakref.ref(param)
         return made

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..kernels import Piece, backend, operations
 from ..kernels.formulas import FORMULAS, Formula
 from ..kernels.steps import NamedStep, named_step
+from .params import ParamPair
 
 GroupKeys = Mapping[str, "str | tuple[str, ...]"]
 
@@ -70,6 +71,26 @@ class FusedStepSpec:
     group_keys: GroupKeys = field(default_factory=dict)
     piece: Callable[[Tensor], Piece | None] | None = None
     must_be: Mapping[str, Any] = field(default_factory=dict)
+
+    needs_number: ClassVar = False
+    """Whether steps round state by their number."""
+
+    def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
+        """How a model's parameter of a group with these settings is stepped; alike on all ranks."""
+        return self
+
+    def deciding(self, settings: dict[str, Any]) -> tuple[Any, ...]:
+        """What of a group's settings decides which state a step needs: a plan holds while this stays equal."""
+        return self.state_names(settings)
+
+    def convert(self, state: dict[str, Any], settings: dict[str, Any], model: Tensor) -> None:
+        """Bring the state of a model's parameter to the format in which it is kept. No host sync."""
+
+    def convert_all(self, pairs: Iterable[ParamPair], optimizer: Optimizer) -> None:
+        """Bring all of an optimizer's state to it. No host sync."""
+        for pair in pairs:
+            if pair.master in optimizer.state:
+                self.convert(optimizer.state[pair.master], optimizer.param_groups[pair.group], pair.model)
 
     def keys_used(self) -> list[str]:
         """The keys that :meth:`settings` reads from a group of a class that is not torch's own."""

@@ -426,7 +426,7 @@ class StepState(abc.ABC):
         """
         write = write or (norm_type is not None and (norm_type != 2.0 or of is not None))
         if not self.bring_up(look, write):
-            if not self.ranks.expects_all:
+            if self.ranks.alone:
                 return None
             self.gradients.release()  # other ranks may have gradients, and expect what this one has found
             self._check(Scaled(BackwardScale.of(self.own_scaler())), look, write, has_grads=False)
@@ -537,8 +537,8 @@ class StepState(abc.ABC):
                 lambda param: (of is None or id(param) in of) and counted(param),
             )
         mine = [one for _, one in check.found]
-        asked = Asked(norm_type, max_norm, check.turn, self.steps)
-        found, norm, has_grads, origin = self.ranks.agree(mine, asked, power, check.has_grads, self.losses)
+        asked = Asked(norm_type, max_norm, check.turn, self.steps, check.has_grads)
+        found, norm, has_grads, origin = self.ranks.agree(mine, asked, power, self.losses)
         every = tuple((scaler, one) for (scaler, _), one in zip(check.found, found, strict=True))
         norms = check.norms
         if norms and not check.is_agreed:

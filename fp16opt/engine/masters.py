@@ -19,8 +19,8 @@ from .dtensors import different_bits, is_sharded, local, raw_grad, set_raw_grad
 from .params import DeviceParams, ParamPair, ParamTable
 
 
-class Masters(Protocol):
-    """How the masters of a training are kept.
+class Masters:
+    """How the masters of a training are kept: here as FP32 tensors of the parameters' shapes and strides.
 
     Attributes:
         words: what ``repr`` calls them.
@@ -33,62 +33,6 @@ class Masters(Protocol):
             are taken for written. A step writes weights anew, and leaves none.
     """
 
-    words: str
-    are_apart: bool
-    keeps_gradients: bool
-    are_whole: bool
-    needs_number: bool
-    mixed_in: Any
-    ties: dict[int, Any]
-
-    def make(self, model: Tensor) -> Tensor:
-        """The master of a 16-bit parameter, in memory of its own, with its value."""
-
-    def move(self, master: Tensor, place: Callable[[Tensor], Tensor]) -> None:
-        """What is kept of a master beside its weight goes where ``place`` puts it."""
-
-    def operand(self, pair: ParamPair) -> Tensor:
-        """What a one-pass step takes for the master, beside the model's parameter. It is laid out as masters are."""
-
-    def round_down(self, group: DeviceParams, rows: Sequence[int] | None = None) -> None:
-        """Write masters, rounded to nearest even, into the model: all of a device, or some rows. No host sync."""
-
-    def read(self, pairs: Sequence[ParamPair]) -> list[Tensor]:
-        """FP32 values of masters of one device."""
-
-    def write(self, pairs: Sequence[ParamPair], values: Sequence[Tensor]) -> None:
-        """Masters of one device take FP32 values; the model follows with :meth:`round_down`."""
-
-    def mend(self, pairs: Sequence[ParamPair]) -> None:
-        """Of weights that were written: put back those that are only another rounding of the same masters."""
-
-    def differs(self, pair: ParamPair, sample_moved: bool) -> bool:
-        """Whether a weight, of which a version counter or a sample has moved, has other values than its master."""
-
-    def take_up(self, pair: ParamPair) -> None:
-        """The master takes the weight's values where they are not its own, rounded. No host sync."""
-
-    def take_up_on_device(
-        self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor
-    ) -> None:
-        """:meth:`take_up` of the rows where ``now`` is not ``then`` and ``masters`` not None, on the device itself."""
-
-    def refresh(self, pair: ParamPair) -> None:
-        """The master takes the weight's value, in all elements. No host sync."""
-
-    def shown(self, pairs: Sequence[ParamPair]) -> Iterator[Tensor]:
-        """What users get for masters."""
-
-    def lay_out(self, pairs: Sequence[ParamPair], state: Mapping[Any, Any]) -> None:
-        """Give loaded optimizer state the strides that steps need."""
-
-    def at_hand(self, params: ParamTable) -> contextlib.AbstractContextManager[None]:
-        """Within, masters hold their values, for any code of the wrapped optimizer's. What it writes there stays."""
-
-
-class FullMasters:
-    """FP32 tensors of the parameters' shapes and strides."""
-
     words = "with FP32 masters"
     are_apart = True
     keeps_gradients = True
@@ -100,22 +44,25 @@ class FullMasters:
         self.ties: dict[int, Any] = {}
 
     def make(self, model: Tensor) -> Tensor:
-        """A leaf, with the attributes that users set on the parameter (Muon variants read them)."""
+        """The master of a 16-bit parameter, with its value: a leaf in memory of its own.
+
+        It has the attributes that users set on the parameter (Muon variants read them).
+        """
         data = model.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
         master = torch.nn.Parameter(data, requires_grad=True)
         master.__dict__.update(model.__dict__)
         return master
 
     def move(self, master: Tensor, place: Callable[[Tensor], Tensor]) -> None:
-        """See :class:`Masters`."""
+        """What is kept of a master beside its weight goes where ``place`` puts it."""
         hold(master, place(local(master.detach())))
 
     def operand(self, pair: ParamPair) -> Tensor:
-        """The master itself."""
+        """What a one-pass step takes for the master, beside the model's parameter. It is laid out as masters are."""
         return pair.master
 
     def round_down(self, group: DeviceParams, rows: Sequence[int] | None = None) -> None:
-        """See :class:`Masters`."""
+        """Write masters, rounded to nearest even, into the model: all of a device, or some rows. No host sync."""
         if not group.apart:
             return
         masters: Entries = group.apart_masters
@@ -125,24 +72,33 @@ class FullMasters:
         kernels.multi_tensor_cast(masters, group.apart_models, group.cast, cache=group.caches["cast"])
 
     def read(self, pairs: Sequence[ParamPair]) -> list[Tensor]:
-        """The masters themselves, detached."""
+        """FP32 values of masters of one device: the masters themselves, detached."""
         return [pair.master.detach() for pair in pairs]
 
     def write(self, pairs: Sequence[ParamPair], values: Sequence[Tensor]) -> None:
-        """See :class:`Masters`."""
+        """Masters of one device take FP32 values; the model follows with :meth:`round_down`."""
         with torch.no_grad():
             for pair, value in zip(pairs, values, strict=True):
                 pair.master.copy_(value)
 
     def mend(self, pairs: Sequence[ParamPair]) -> None:
-        """No-op: :func:`_written` does not take another rounding of a master for a write."""
+        """Of weights that were written: put back those that are only another rounding of the same masters.
+
+        No-op: :func:`_written` takes none of these for a write.
+        """
 
     def differs(self, pair: ParamPair, sample_moved: bool) -> bool:
-        """By comparing the whole weight with its rounded master. Equal bits are no write. Syncs."""
+        """Whether a weight, of which a version counter or a sample has moved, has other values than its master.
+
+        By comparing the whole weight with its rounded master. Equal bits are no write. Syncs.
+        """
         return bool(_written(pair).any())
 
     def take_up(self, pair: ParamPair) -> None:
-        """See :class:`Masters`. The other elements keep their low bits."""
+        """The master takes the weight's values where they are not its own, rounded. No host sync.
+
+        The other elements keep their low bits.
+        """
         with torch.no_grad():
             model, master = local(pair.model.detach()), local(pair.master.detach())
             master.copy_(torch.where(_written(pair), model.float(), master))
@@ -150,27 +106,30 @@ class FullMasters:
     def take_up_on_device(
         self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor
     ) -> None:
-        """See :class:`Masters`."""
+        """:meth:`take_up` of the rows where ``now`` is not ``then`` and ``masters`` not None, on the device itself."""
         kernels.multi_tensor_refresh_masters(masters, group.apart_models, now, then, taken, cache=group.caches["take"])
 
     def refresh(self, pair: ParamPair) -> None:
-        """See :class:`Masters`."""
+        """The master takes the weight's value, in all elements. No host sync."""
         with torch.no_grad():
             pair.master.copy_(pair.model.detach())
 
     def shown(self, pairs: Sequence[ParamPair]) -> Iterator[Tensor]:
-        """The masters themselves."""
+        """What users get for masters."""
         return iter([pair.master for pair in pairs])
 
     def lay_out(self, pairs: Sequence[ParamPair], state: Mapping[Any, Any]) -> None:
-        """No-op: loading gives state the strides of its master."""
+        """Give loaded optimizer state the strides that steps need.
+
+        No-op: loading gives state those of its master.
+        """
 
     def at_hand(self, params: ParamTable) -> contextlib.AbstractContextManager[None]:
-        """They are ordinary parameters within."""
+        """Within, masters hold their values, for any code of the wrapped optimizer's. What it writes there stays."""
         return ordinary_parameters(params)
 
 
-class NoMasters(FullMasters):
+class NoMasters(Masters):
     """16-bit weights are stepped where they lie, and lose updates smaller than half a unit in the last place."""
 
     words = "without masters"

@@ -305,7 +305,7 @@ class ModelWrites:
     def accept_soon(self, pair: ParamPair) -> None:
         """As :meth:`accept`, but :meth:`sample_accepted` takes the samples of many weights at once.
 
-        Until then what goes around versions passes for the engine's.
+        Until then a ``.data`` write is taken for the engine's own.
         """
         position = pair.position
         self._master_versions[position] = version(pair.master) if pair.is_apart else -1

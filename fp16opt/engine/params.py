@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import backends
 from ..kernels.lists import is_dense
-from ..kernels.readings import Rows
+from ..kernels.readings import Rows, has_memory
 from ..kernels.tensor_lists import are_items, read
 from . import errors
 from .arguments import quoted
@@ -387,10 +387,12 @@ class ParamTable:
         return readings
 
     def verify(self) -> None:
-        """Raise ``RuntimeError`` naming the first parameter whose dtype, shape or device was changed since it came."""
+        """Raise ``RuntimeError`` naming the first parameter whose dtype, shape, device or memory is not what it was."""
         for pair in self.all:
             now = pair.model
             if pair.known == (now.dtype, now.shape, now.device):
+                if pair.has_master and not has_memory(local(now)):
+                    raise errors.MEMORY_FREED(name=pair.name)
                 continue
             kinds = zip(("dtype", "shape", "device"), pair.known, (now.dtype, now.shape, now.device), strict=True)
             what, before, is_now = next(kind for kind in kinds if kind[1] != kind[2])

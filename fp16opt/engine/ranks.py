@@ -58,12 +58,14 @@ class Asked(NamedTuple):
         max_norm: of the clip that wants the norm.
         turn: how many such messages were sent since these gradients were taken.
         steps: how many steps this rank has taken by then, skipped ones included.
+        has_grads: whether this rank has gradients.
     """
 
     norm_type: float | None
     max_norm: float | None = None
     turn: int = 0
     steps: int = 0
+    has_grads: bool = True
 
 
 class Origin(NamedTuple):
@@ -99,13 +101,11 @@ class Ranks:
 
     Attributes:
         alone: Whether a verdict needs no message.
-        expects_all: Whether a rank that has no gradients answers too, as others may have some.
         group: The process group that shares the masters; None for all ranks, or none.
         kept_settings: Keys of groups in which each rank's steps keep values of their own.
     """
 
     alone = True
-    expects_all = False
     group: Any = None
     kept_settings: frozenset[str] = frozenset()
 
@@ -131,16 +131,15 @@ class Ranks:
         found: Sequence[Tensor],
         asked: Asked,
         power_sum: Tensor | None,
-        has_grads: bool = True,
         losses: Sequence[Tensor] = (),
     ) -> Agreed:
         """Add up verdicts and a norm over the ranks, in one message. Asked only of classes that are not ``alone``.
 
         Args:
             found: float32, 0-dim, 0.0 or 1.0 each: the verdicts of this rank.
-            asked: what is wanted; settings and this must be alike on all ranks.
+            asked: what is wanted; settings and this must be alike on all ranks. Gradients may be lacking on those that
+                share no parameter with ranks that have some.
             power_sum: float64, 0-dim: the sum of |g|**p over this rank's elements (the largest |g| for p = inf).
-            has_grads: whether this rank has gradients.
             losses: of this rank, unscaled, where they are known.
 
         Raises:

@@ -234,10 +234,13 @@ def _check_content(sd: Mapping[str, Any], optimizer: Optimizer, labels: Sequence
     by_param = dict(zip(ids, params, strict=True))
     for group in groups:
         entries = {i: sd["state"][i] for i in group["params"] if i in sd["state"]}
+        name = type(optimizer).__name__
+        needed = _ALWAYS.get(name, "").split()
+        needed += [key for (cls, setting), key in _WITH_SETTING.items() if cls == name and group.get(setting)]
         for i, entry in entries.items():
             if not isinstance(entry, Mapping):
                 raise TypeError(f"{by_id[i]}: state must be a dict, got {_type(entry)}. {HOW_SAVED}")
-            _check_entry(entry, by_param[i], by_id[i], optimizer, group)
+            _check_entry(entry, by_param[i], by_id[i], optimizer, group, needed)
         _check_alike(entries, by_param, by_id)
     if type(optimizer).__name__ == "Adagrad":
         missing = [by_id[i] for i in ids if not sd["state"].get(i)]
@@ -326,31 +329,37 @@ def _plain(value: Any) -> Any:
 
 
 def _check_entry(
-    entry: Mapping[Any, Any], param: Tensor, label: str, optimizer: Optimizer, group: Mapping[str, Any]
+    entry: Mapping[Any, Any],
+    param: Tensor,
+    label: str,
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    needed: Sequence[str],
 ) -> None:
     """One parameter's state: what torch.optim's classes keep is known."""
     name = type(optimizer).__name__
-    if entry:
-        keys = _ALWAYS.get(name, "").split()
-        keys += [key for (cls, setting), key in _WITH_SETTING.items() if cls == name and group.get(setting)]
-        lacking = [key for key in keys if key not in entry]
-        if lacking:
-            raise lacks(f"{label}: state", lacking)
+    lacking = [key for key in needed if key not in entry] if entry else []
+    if lacking:
+        raise lacks(f"{label}: state", lacking)
+    shape = param.shape
     for key, value in entry.items():
         if _without_data(value):
             raise ValueError(f"{label}: {key} has a meta tensor, which holds no data. {HOW_SAVED}")
         if key in _NUMBERS:
             _check_count(key, value, label)
-        like = _like(key, value, param, name)
+        like = _like(key, value, shape, name)
         if like is not None:
             _check_tensor(key, value, like, label, may_be_sparse=key == "momentum_buffer")
     if name == "LBFGS" and entry:
         _check_lbfgs(entry, group["history_size"], optimizer, label)
 
 
-def _like(key: object, value: object, param: Tensor, name: str) -> tuple[int, ...] | None:
-    """The shape that state ``key`` of torch's class ``name`` must have; None where nothing is known."""
-    shape = tuple(param.shape)
+def _like(key: object, value: object, shape: torch.Size, name: str) -> tuple[int, ...] | None:
+    """The shape that state ``key`` of torch's class ``name`` must have; None where nothing is known.
+
+    Args:
+        shape: of the parameter.
+    """
     if key == "row_var" and shape:
         return (*shape[:-1], 1)
     if key == "col_var" and len(shape) > 1:
@@ -361,17 +370,17 @@ def _like(key: object, value: object, param: Tensor, name: str) -> tuple[int, ..
 
 
 def _without_data(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_meta
     if isinstance(value, Mapping):
         value = list(value.values())
-    if isinstance(value, list | tuple):
-        return any(map(_without_data, value))
-    return isinstance(value, Tensor) and value.is_meta
+    return isinstance(value, list | tuple) and any(map(_without_data, value))
 
 
 def _check_tensor(key: object, value: object, shape: tuple[int, ...], label: str, may_be_sparse: bool = False) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{label}: {key} must be a tensor, got {_type(value)}. {HOW_SAVED}")
-    if tuple(value.shape) != shape:
+    if value.shape != shape:
         raise ValueError(
             f"{label}: {key} must have shape {list(shape)}, got {list(value.shape)}. "
             "Build the model as it was when the checkpoint was saved."

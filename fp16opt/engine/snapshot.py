@@ -25,6 +25,8 @@ def copied(tensor: Tensor) -> Tensor:
         >>> copied(values).add_(1), values
         (tensor([2., 2.]), tensor([1., 1.]))
     """
+    if type(tensor) is Tensor and not tensor.requires_grad:
+        return tensor.clone()
     if type(tensor) in _PLAIN or type(local(tensor)) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
         return tensor.detach().clone()
     kind: Any = type(tensor)

@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from .. import kernels
 from . import errors
-from .dtensors import raw_grads
+from .diagnostics import Lines
+from .dtensors import local, raw_grads, versions
+from .folded import is_folded
 from .look import Look
 from .masters import Masters, ordinary_parameters
 from .params import HALF_DTYPES, ParamTable
@@ -34,39 +36,6 @@ HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-
-
-class Stepper(Protocol):
-    """What steps the masters. After it masters and model agree, but for masters that the user wrote.
-
-    Attributes:
-        rounded_all: whether the last step wrote all masters into the model, also those that the user wrote.
-    """
-
-    @property
-    def rounded_all(self) -> bool: ...
-
-    def takes_scaled(self) -> bool:
-        """Whether the next step takes gradients still scaled; else they are unscaled before it."""
-
-    def skips_on_device(self, look: Look) -> bool:
-        """Whether the next step can be skipped on the device, by a flag that the host does not read. No sync."""
-
-    def counts_steps(self) -> bool:
-        """Whether a step rounds by its number, so that the host must know how many were taken before it."""
-
-    def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, with the wrapped optimizer's hooks. Whatever the step or one of its hooks raises comes out.
-
-        Args:
-            look: what this call has seen; no code of the user's has run since.
-            step: is marked right before the first write and after the last one, both within the hooks.
-            found_inf: float32, 0-dim, exactly 0.0 or 1.0: where it is 1.0 nothing is written. None: decided already.
-            closure: handed to the wrapped optimizer where that steps itself.
-        """
-
-    def describe(self) -> str:
-        """For the wrapper's repr."""
 
 
 # -- step hooks --------------------------------------------------------------------------------------------------------
@@ -239,51 +208,98 @@ def guard_open(optimizer: Optimizer) -> Iterator[None]:
 
 
 class WrappedStep:
-    """Steps the wrapped optimizer itself.
+    """Steps the wrapped optimizer itself. After a step masters and model agree, but for masters that the user wrote.
+
+    :class:`.one_pass.OnePassStep` and :class:`.modes.release.ReleasedStep` are asked the same.
+
+    A class is believed when its step was seen to move a master or to make state of one, which AdaShift does some steps
+    before, and to leave the model's gradients as they were. Until then each step is looked at, which syncs; torch's own
+    classes are believed unseen.
 
     Args:
         optimizer: its groups hold the masters of ``params``.
         why: what :meth:`describe` says of it.
         part: inside of ZeroRedundancyOptimizer, the one that steps this rank's part.
+        lines: where a warning goes about a class that goes round its ``param_groups``.
+
+    Attributes:
+        rounded_all: whether the last step wrote all masters into the model, also those that the user wrote.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        params: ParamTable,
-        masters: Masters,
-        why: str = "fused_step=False",
-        part: Optimizer | None = None,
+        self, optimizer: Optimizer, params: ParamTable, masters: Masters, why: str, part: Optimizer, lines: Lines
     ) -> None:
         self.optimizer = optimizer
         self.params = params
         self.masters = masters
         self.why = why
-        self.part = optimizer if part is None else part
+        self.part = part
+        self.lines = lines
         self.rounded_all = True
+        self._is_believed = is_torch_class(part)
+        self._unseen = 0
 
     def takes_scaled(self) -> bool:
-        """False: a wrapped optimizer reads true FP32 gradients."""
+        """Whether the next step takes gradients still scaled; else, as here, they are unscaled before it."""
         return False
 
     def skips_on_device(self, look: Look) -> bool:
-        """Where torch's own fused steps serve by torch's found_inf protocol."""
+        """Whether the next step can be skipped on the device, by a flag that the host does not read. No sync.
+
+        Where torch's own fused steps serve by torch's found_inf protocol.
+        """
         return supports_found_inf(self.optimizer, [device.device for device in self.params.devices])
 
     def counts_steps(self) -> bool:
-        """False: the optimizer counts for itself."""
+        """Whether a step rounds by its number, so that the host must know how many were taken before it.
+
+        False: the optimizer counts for itself.
+        """
         return False
 
     def describe(self) -> str:
-        """Why no kernel steps."""
+        """For the wrapper's repr: why no kernel steps."""
         return f"general ({self.why})"
 
     def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        """See :class:`Stepper`. Masters are ordinary parameters while the optimizer steps them."""
+        """Step, with the wrapped optimizer's hooks. Whatever the step or one of its hooks raises comes out.
+
+        Masters are ordinary parameters while the optimizer steps them.
+
+        Args:
+            look: what this call has seen; no code of the user's has run since.
+            step: is marked right before the first write and after the last one, both within the hooks.
+            found_inf: float32, 0-dim, exactly 0.0 or 1.0: where it is 1.0 nothing is written. None: decided already.
+            closure: handed to the wrapped optimizer where that steps itself.
+        """
+        before = None if self._is_believed else self._seen()
         with ordinary_parameters(self.params):
             loss = run_step(self.optimizer, step, found_inf, closure)
+        if before is not None:
+            self._compare(before)
         self.round_down()
         return loss
+
+    def _seen(self) -> tuple[list[int], list[Tensor], list[Tensor], list[Tensor]]:
+        """Versions and beginnings of masters, and beginnings of their gradients and the model's."""
+        masters = [master for master in self.params.apart if master is not None] or self.params.masters
+        grads = [None if is_folded(grad) else grad for grad in raw_grads(self.params.models)]
+        return versions(masters), _beginnings(masters), _beginnings(raw_grads(masters)), _beginnings(grads)
+
+    def _compare(self, before: tuple[list[int], list[Tensor], list[Tensor], list[Tensor]]) -> None:
+        """Believe the class, or log that three of its steps went round the masters."""
+        now = self._seen()
+        has_state = any(self.part.state.get(master) for master in self.params.masters)
+        has_moved = has_state or before[0] != now[0] or not _are_equal(before[1], now[1])
+        has_written = not _are_equal(before[3], now[3]) and _are_any(now[3])  # else they were cleared
+        self._is_believed = has_moved and not has_written
+        can_move = _are_any(before[2]) and any(group.get("lr", 1) != 0 for group in self.part.param_groups)
+        if has_written or (can_move and not has_moved):
+            self._unseen += 1
+        if self._unseen == 3:
+            self._is_believed = True
+            what = errors.WROTE_GRADIENTS if has_written else errors.MOVED_NOTHING
+            self.lines.tell(errors.GOES_ROUND, once=True, optimizer=type(self.part).__name__, what=what)
 
     def step_within_hooks(self, step: Step) -> None:
         """The optimizer's step without its hooks, which are running: a kernel could not step after all."""
@@ -301,6 +317,20 @@ class WrappedStep:
                 self.masters.round_down(device)
 
 
+def _beginnings(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Copies of the first elements of dense tensors: enough to see a write that their versions don't tell of."""
+    dense = [local(one.detach()) for one in tensors if one is not None and one.layout is torch.strided]
+    return [one.reshape(-1)[:1024].clone() for one in dense]
+
+
+def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+def _are_any(tensors: Sequence[Tensor]) -> bool:
+    return any(bool(one.any()) for one in tensors)
+
+
 def run_step(
     optimizer: Optimizer,
     step: Step | None = None,
@@ -312,7 +342,7 @@ def run_step(
     Args:
         step: is marked around the class's own code, within its hooks; around these too where the step is not in torch's
             frame, or was put in the place of the class's.
-        found_inf: as for :meth:`Stepper.step`.
+        found_inf: as for :meth:`WrappedStep.step`.
     """
     note_step(optimizer)
     step = Step() if step is None else step
@@ -345,7 +375,7 @@ def run_code(
     later than the others'), and on a CPU it leaves whole vectors of 16-bit parameters as they were.
 
     Args:
-        found_inf: as for :meth:`Stepper.step`; handed over by torch's protocol. Gradients are unscaled already.
+        found_inf: as for :meth:`WrappedStep.step`; handed over by torch's protocol. Gradients are unscaled already.
         code: called with the optimizer, then with what is ``given`` and ``named``.
     """
     unfused = [group for group, missing, there in _fused_momentum_groups(optimizer) if missing and there]

@@ -22,7 +22,7 @@ from . import cuda_devices, native
 from .calls import Call, CallCache
 from .changed import Marks
 from .cuda_driver import Card
-from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Kernel, marking
+from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Kernel, marking, of_kind
 from .pieces import WHOLE
 from .reference import SAMPLED_WHOLE, sample_stride
 
@@ -33,6 +33,12 @@ ScaleMemory = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _MOST_LISTS = 8
 """For which an entry of a table has dtypes."""
+OF_DTYPES = {
+    (dtype, master, dtype): f"{name}_{kept}"
+    for name, dtype in (("half", torch.float16), ("bfloat16", torch.bfloat16))
+    for kept, master in (("full", torch.float32), ("32", torch.int16), ("24", torch.int8))
+}
+"""Which of the kernels' kinds lists are, by the dtypes of gradients, masters and models."""
 
 
 def serves(device: torch.device) -> bool:
@@ -130,6 +136,10 @@ def device_of(stream: Stream) -> Card:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
+_WITH_KINDS = frozenset(name for name in KERNELS if of_kind(name, "half_full") in KERNELS)
+"""Kernels that have others beside them for lists of one kind of masters."""
+
+
 class Table:
     """Lists of tensors as kernels read them: in front what may change between calls, then what does not.
 
@@ -148,6 +158,7 @@ class Table:
         chunk_count: how many chunks the lists are cut into.
         length: of the lists.
         lists: what kernels are told of it.
+        name: of the kernel that serves them, without marks.
     """
 
     def __init__(self, call: Call, more: int = 0) -> None:
@@ -161,6 +172,7 @@ class Table:
         self._rows = plan.direct
         self._flags: object = None
         self._packed = bytes(count)
+        self.name = _name_for(call)
         chunks: list[bytes] = []
         entries: list[bytes] = []
         filled = 0
@@ -290,11 +302,25 @@ def queue(kernel: Kernel, stream: Stream, values: Sequence[object], table: Table
     stream.hold(values)
 
 
+def _name_for(call: Call) -> str:
+    """The kernel without marks for a call's lists: one for the kind that all of them are, if there is one."""
+    operation = call.operation
+    if operation.cuda not in _WITH_KINDS or operation.lists[-1] != "models":
+        return operation.cuda
+    lists = (0, 1, len(operation.lists) - 1)
+    found = {tuple(call.row(row)[which].dtype for which in lists) for row in call.plan.direct}
+    kind = OF_DTYPES.get(found.pop()) if len(found) == 1 else None  # type: ignore[arg-type]
+    return operation.cuda if kind is None else of_kind(operation.cuda, kind)
+
+
 def kernel_of(call: Call, marks: Marks | None) -> tuple[Kernel, tuple[Tensor | int, ...]]:
     """The kernel of a call, and the first fields of its functor: those of one that marks what it changes."""
-    if marks is None or not isinstance(marks[0], Tensor):
-        return KERNELS[call.operation.cuda], ()
-    return KERNELS[marking(call.operation.cuda)], marks
+    name, table = call.operation.cuda, call.plan.compiled
+    if marks is not None and isinstance(marks[0], Tensor):
+        return KERNELS[marking(name)], marks
+    if name in _WITH_KINDS:  # else operations may share the table of a site
+        name = table.name if isinstance(table, Table) else _name_for(call)
+    return KERNELS[name], ()
 
 
 def launch(

@@ -124,6 +124,39 @@ def marking(name: str) -> str:
     return f"{name}_marking"
 
 
+KINDS = {
+    f"{dtype}_{kept}": (weight, beside, suffix)
+    for dtype, weight in (("half", "Half"), ("bfloat16", "BFloat16"))
+    for kept, beside, suffix in (("full", "float", "Full"), ("32", "uint16_t", "32"), ("24", "uint8_t", "24"))
+}
+"""Kinds of masters that some steps have kernels of their own for, without branches for others: weights of one dtype and
+gradients of the same, with FP32 masters or with remainders of 16 or 8 bits, as OneKind in csrc/ has them."""
+
+
+def of_kind(name: str, kind: str) -> str:
+    """What the kernel for one of KINDS is called, beside the one for any masters."""
+    return f"{name}_{kind}"
+
+
+def _coded(name: str, functor: str, group: Struct) -> list[Kernel]:
+    """The kernels of a step with 8-bit state: for any masters, without and with marks, and for some kinds of them."""
+    step = functor.replace("Step", "Of")
+    return [
+        *_both(name, functor, _STEP, Blocks.STEPPING, group, f"{step}<AnyKind>"),
+        *(
+            Kernel(
+                of_kind(name, kind),
+                functor.replace("Step", f"{weight}{suffix}Step"),
+                _STEP,
+                Blocks.STEPPING,
+                group,
+                f"{step}<OneKind<{weight}, {beside}>>",
+            )
+            for kind, (weight, beside, suffix) in KINDS.items()
+        ),
+    ]
+
+
 def _both(
     name: str, functor: str, fields: str, blocks: Blocks, group: Struct = _NO_GROUP, made_of: str = ""
 ) -> list[Kernel]:
@@ -181,8 +214,8 @@ KERNELS = {
         Kernel("unscale", "Unscale", _UNSCALE, Blocks.FINDING),
         Kernel("check", "Check", _UNSCALE, Blocks.FINDING),
         *(kernel for formula in FORMULAS.values() for kernel in _steps_of(formula)),
-        *_both("adam8", "Adam8Step", _STEP, Blocks.STEPPING, Struct("Adam8Group", f"{_ADAM} limit:f")),
-        *_both("sgd8", "Sgd8Step", _STEP, Blocks.STEPPING, Struct("SgdGroup", _SGD)),
+        *_coded("adam8", "Adam8Step", Struct("Adam8Group", f"{_ADAM} limit:f")),
+        *_coded("sgd8", "Sgd8Step", Struct("SgdGroup", _SGD)),
         Kernel("l2norm", "Norm", "sumsq:P n:q norm:P norms:P", Blocks.FINDING),
         Kernel("compare", "Compare", "before:P offsets:P numbers:P", Blocks.MEASURING),
         Kernel("measure", "Measure", "numbers:P", Blocks.MEASURING),

@@ -20,7 +20,7 @@ from . import backends, cuda
 from .averages import multi_tensor_lerp
 from .calls import CallCache
 from .changed import ChangedBits
-from .cuda_rows import KERNELS
+from .cuda_rows import KERNELS, of_kind
 from .formulas import FORMULAS
 from .measures import COMPARED, MEASURED, Snapshots, multi_tensor_compare, multi_tensor_measure
 from .operations import (
@@ -625,7 +625,8 @@ def _close_step(p: Planter, marks: bool) -> Run:
 
 # -- steps -------------------------------------------------------------------------------------------------------------
 
-_MODELS = [
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
+_MODELS: list[Dtypes] = [
     (grad, master, model)
     for model in (_HALF, _BFLOAT)
     for grad, master in itertools.product((model, _SINGLE), (_SINGLE, torch.int16, torch.int8))
@@ -647,8 +648,9 @@ def _groups(formula: str, rates: Sequence[Any]) -> list[Any]:
     """Options of param_groups, every flag in both states, the learning rates given."""
     row, made = FORMULAS[formula], []
     for k, rate in enumerate(rates):
-        flags = itertools.count(k)
-        given = [next(flags) % 2 == 1 if kind is bool else _VALUES[name][k] for name, kind in row.fields.items()]
+        turn, which = divmod(k, 4)
+        flags = itertools.count(k + turn)
+        given = [next(flags) % 2 == 1 if kind is bool else _VALUES[name][which] for name, kind in row.fields.items()]
         made.append(row.options(rate, *given))
     return made
 
@@ -663,6 +665,7 @@ class _Step:
         models: whether masters have 16-bit models.
         marks: whether what changes is marked.
         coded: whether state has 8 bits.
+        only: the one kind of gradients, masters and models; None: all.
     """
 
     def __init__(
@@ -673,11 +676,12 @@ class _Step:
         models: bool,
         marks: bool,
         coded: bool,
+        only: Dtypes | None = None,
     ) -> None:
         names = ("grads", "masters", *(name for name, _ in state), *(("models",) if models else ()))
         kinds = [kind for _, kind in state]
         combos = (
-            [(grad, master, *kinds, model) for grad, master, model in _MODELS]
+            [(grad, master, *kinds, model) for grad, master, model in ([only] if only else _MODELS)]
             if models
             else [(_SINGLE, _SINGLE, *kinds)]
         )
@@ -688,7 +692,7 @@ class _Step:
             rows.add(combos[0], 12 * 171, (0, 1))
             rows.scaled(combos[0], 0.0)  # blocks in which nothing is
             tiny = {names[2]: 2.0**-30, "grads": 2.0**-26, "models": 2.0**-26}  # steps below what remainders hold
-            for combo in 2 * (combos[1:3] + combos[7:9]):
+            for combo in 2 * (combos if only else combos[1:3] + combos[7:9]):
                 rows.scaled(combo, 1.0, **tiny)
         self._pieces = [_PIECES[2] if n and n % 171 == 0 else _PIECES[k % 2] for k, n in enumerate(rows.numels)]
         self._state = [rows.columns[name] for name, _ in state]
@@ -704,13 +708,15 @@ class _Step:
         self._factors = p.number("inv_scale", 0.1), p.number("coefficient", 0.3)
         self._found = p.number("found_inf", 1.0), p.number("found_inf", 0.0)
         self._stats = p.cast_stats(rows, "models", marks) if models else None
-        self._group_of = [k // 2 % 4 for k in range(len(rows))]
+        self._lr = (0.02, 0.3, 3e-3) if coded else (0.02, 0.3)
+        self._group_of = [k // 2 % (2 + len(self._lr)) for k in range(len(rows))]
         self._first = rows.alternating()
 
     def run(self, room: Room) -> None:
         """Two calls: one that must write nothing, for gradients overflowed, and one step."""
         columns = {name: room.list(column) for name, column in self.rows.columns.items()}
-        options = _groups(self._formula, [room.at(self._rates[0]), 0.02, room.at(self._rates[1]), 0.3])
+        first, second = map(room.at, self._rates)
+        options = _groups(self._formula, [first, self._lr[0], second, *self._lr[1:]])
         factors = Factors(*map(room.at, self._factors))
         state: Any = [room.list(column) for column in self._state]
         common: dict[str, Any] = {
@@ -738,10 +744,12 @@ class _Step:
                 _do(multi_tensor_sgd8, *lists, *state, room.list(self._scales), *behind, 3, first=self._first, **common)
 
 
-def _step(formula: str, state: Sequence[tuple[str, torch.dtype]], coded: bool = False) -> Plant:
+def _step(
+    formula: str, state: Sequence[tuple[str, torch.dtype]], coded: bool = False, only: Dtypes | None = None
+) -> Plant:
     def plant(p: Planter, marks: bool) -> Run:
-        kinds = (True,) if marks else (False, True)  # weights of their own have no marks
-        steps = [_Step(p, formula, state, models, marks, coded) for models in kinds]
+        kinds = (True,) if marks or only else (False, True)  # weights of their own have no marks
+        steps = [_Step(p, formula, state, models, marks, coded, only) for models in kinds]
 
         def run(room: Room) -> None:
             for step in steps:
@@ -752,6 +760,11 @@ def _step(formula: str, state: Sequence[tuple[str, torch.dtype]], coded: bool = 
     return plant
 
 
+_CODED = {
+    "adam8": ("adam", [("exp_avg_codes", torch.int8), ("exp_avg_sq_codes", torch.uint8)]),
+    "sgd8": ("sgd", [("momentum_codes", torch.int8)]),
+}
+"""Formula and state of steps that keep it in 8 bits."""
 _CALLS: dict[str, Plant] = {
     "unscale": _unscale,
     "check": _check,
@@ -773,8 +786,12 @@ _CALLS: dict[str, Plant] = {
     "capture_scale": _capture_scale,
     "decide_clip": _decide_clip,
     "close_step": _close_step,
-    "adam8": _step("adam", [("exp_avg_codes", torch.int8), ("exp_avg_sq_codes", torch.uint8)], coded=True),
-    "sgd8": _step("sgd", [("momentum_codes", torch.int8)], coded=True),
+    **{name: _step(*what, coded=True) for name, what in _CODED.items()},
+    **{
+        of_kind(name, kind): _step(*what, coded=True, only=dtypes)
+        for name, what in _CODED.items()
+        for dtypes, kind in cuda.OF_DTYPES.items()
+    },
     **{
         kernel: _step(name, [(one, _SINGLE) for one in formula.state[:count]])
         for name, formula in FORMULAS.items()

@@ -114,11 +114,6 @@ class PlainReading:
         """The classes of the tensors, each once."""
         return [kind for kind in dict.fromkeys(self._forms.types) if kind is not type(None)]
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no entry is None."""
-        return type(None) not in self._forms.types
-
 
 class PlainReader:
     """The compiled ``Reader`` in Python.

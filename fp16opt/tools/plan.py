@@ -1,14 +1,21 @@
 """What a training needs: memory a rank, bytes and messages a step, and a lower bound of the step's time.
 
-``python -m fp16opt plan --params 7e9 --ranks 64 --shard fsdp2`` prints it. docs/scale.md derives the formulas; tests
-compare them with the tensors and messages of real ranks.
+``python -m fp16opt plan --params 7e9 --ranks 64 --shard fsdp2`` prints it, and with ``--budget 24GiB`` which modes fit.
+docs/scale.md derives the formulas; tests compare them with the tensors and messages of real ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import nn
 
 from ..engine.arguments import check_choice
 from ..kernels.formulas import FORMULAS
@@ -22,8 +29,18 @@ STATES = ("fp32", "8bit")
 MASTERS = {"full": 4, "split": 2, "split24": 1}  # bytes a parameter beside the 16-bit weight
 HALF = 2  # bytes of a weight or a gradient in FP16 or BF16
 SINGLE = 4
+NOTES = """\
+By arithmetic. What fits takes four fifths of each memory at most; the rest is for activations, and for the system.
+The link's time is that of all state going there and back, both ways at once, as if nothing hid it.
+Released gradients leave no clip, no accumulation, no dynamic scale."""
+RELEASED = "In backward the 16-bit gradient of one parameter at a time comes on top, and is freed."
 _MOST = 1e24  # of anything that is counted: products of these are finite
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes of gradients in DDP's first message, and in the others
+FORMATS = (("full", "fp32"), ("split", "fp32"), ("split", "8bit"), ("split24", "8bit"))
+"""Masters and state that :func:`plan` tries, in the order of what they change."""
+PCIE = {3: 11.0, 4: 22.0, 5: 45.0}  # GB/s each way, both ways at once, by generation, 16 lanes
+FILLED = 0.8  # of a memory: the rest is left to activations, or to the system
+_UNITS = {f"{prefix}{b}": base**n for n, prefix in enumerate("KMGTP", 1) for b, base in (("iB", 1024), ("B", 1000))}
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,7 @@ class Plan:
         state: "fp32", or "8bit": what ``optimizer_state`` is. Vectors and small matrices, which keep FP32 state, are
             not counted apart.
         release: whether each gradient is used and freed in backward, as with ``gradient_release=True``, on one rank.
+        offload: "cpu": masters and state lie in the host's memory and are stepped by the card. Scales stay there.
         track_changes: whether one bit a parameter is kept for deltas.
         fused_step: False: the wrapped optimizer's own step, which takes FP32 gradients. Else it is one pass, on shards
             too.
@@ -47,6 +65,9 @@ class Plan:
         network: bytes/s that a rank sends, and receives.
         memory: bytes/s that a rank reads and writes.
         compute: seconds of forward and backward, which communication may overlap with.
+        link: bytes/s between card and host, each way, both at once.
+        largest: elements of the largest parameter, whose gradient a released backward holds. 0: not known.
+        other: bytes of whatever else there is on the card: frozen weights, buffers, FP32 sums of gradients.
 
     Raises:
         ValueError: a value is out of range.
@@ -64,6 +85,7 @@ class Plan:
     masters: str = "full"
     state: str = "fp32"
     release: bool = False
+    offload: str | None = None
     fused_step: bool = True
     track_changes: bool = False
     layers: int = 32
@@ -71,13 +93,18 @@ class Plan:
     network: float = 50e9
     memory: float = 2e12
     compute: float = 0.0
+    link: float = PCIE[4] * 1e9
+    largest: int = 0
+    other: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("shard", self.shard, SHARDS)
         check_choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
         check_choice("masters", self.masters, tuple(MASTERS))
         check_choice("state", self.state, STATES)
-        for name in ("params", "ranks", "layers", "network", "memory"):
+        if self.offload is not None:
+            check_choice("offload", self.offload, ("cpu",))
+        for name in ("params", "ranks", "layers", "network", "memory", "link"):
             value = getattr(self, name)
             if not value >= 1:
                 raise ValueError(f"{name}: expected a number of 1 or more, got {value}.")
@@ -93,10 +120,10 @@ class Plan:
             )
         if self.release and self.shard != "none":
             raise ValueError(f"release: True is for one rank, got shard={self.shard!r}. Use False.")
-        if not self.fused_step and (self.masters != "full" or self.state == "8bit" or self.release):
+        if not self.fused_step and (self.masters != "full" or self.state == "8bit" or self.release or self.offload):
             raise ValueError(
-                "fused_step: split masters, 8-bit state and released gradients are forms of the one-pass step, got "
-                "False. Use True."
+                "fused_step: split masters, 8-bit state and released gradients are forms of the one-pass step, and "
+                "offload takes it, got False. Use True."
             )
 
     @property
@@ -114,15 +141,24 @@ class Plan:
         """Parameters whose 16-bit weight and gradient one rank keeps from step to step."""
         return self.params / self.ranks if self.shard == "fsdp2" else self.params
 
+    def host_parts(self) -> dict[str, float]:
+        """Bytes of page-locked host memory a rank, by what they hold. A step moves them over the link and back."""
+        codes = int(self._state_bytes) if self.state == "8bit" else self._state_bytes
+        parts = {"masters": MASTERS[self.masters] * self._stepped, "optimizer state": codes * self._stepped}
+        return parts if self.offload else {}
+
     def memory_parts(self) -> dict[str, float]:
-        """Bytes a rank, by what they hold; activations are the model's own business."""
+        """Bytes a rank on the card, by what they hold; activations are the model's own business."""
+        host = self.host_parts()
         parts = {
             "16-bit weights": HALF * self._kept,
-            "16-bit gradients": 0.0 if self.release else HALF * self._kept,
-            "masters": MASTERS[self.masters] * self._stepped,
+            "16-bit gradients": HALF * (self.largest if self.release else self._kept),
+            "masters": MASTERS[self.masters] * self._stepped - host.get("masters", 0.0),
             "FP32 master gradients": 0.0 if self.fused_step else SINGLE * self._stepped,
-            "optimizer state": self._state_bytes * self._stepped,
+            "optimizer state": self._state_bytes * self._stepped - host.get("optimizer state", 0.0),
         }
+        if self.other:
+            parts["other"] = self.other
         if self.track_changes:
             parts["a bit for each weight that changes"] = self._stepped / 8
         if self.shard in ("ddp", "zero"):
@@ -132,8 +168,22 @@ class Plan:
         return parts
 
     def memory_total(self) -> float:
-        """Bytes a rank."""
+        """Bytes a rank on the card."""
         return sum(self.memory_parts().values())
+
+    def host_total(self) -> float:
+        """Bytes a rank on the host."""
+        return sum(self.host_parts().values())
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``MixedPrecisionOptimizer`` that ask for this mode: the ones that are not its defaults."""
+        told = {
+            "master_weights": self.masters != "full" and self.masters,
+            "optimizer_state": self.state != "fp32" and self.state,
+            "gradient_release": self.release,
+            "offload": self.offload,
+        }
+        return {name: value for name, value in told.items() if value}
 
     def payload(self) -> dict[str, float]:
         """Bytes that go into the collectives of one step, by collective: the size of the whole tensor each time."""
@@ -180,7 +230,9 @@ class Plan:
 
     def shortest_step(self) -> float:
         """Seconds: the passes of the optimizer after the longer of communication and computation."""
-        return self.step_bytes() / self.memory + max(self.traffic() / self.network, self.compute)
+        return max(self.step_bytes() / self.memory, self.host_total() / self.link) + max(
+            self.traffic() / self.network, self.compute
+        )
 
     def report(self) -> str:
         """All of it as text."""
@@ -191,24 +243,116 @@ class Plan:
             + (", 8-bit state" if self.state == "8bit" else "")
             + ("" if self.fused_step else ", stepped by the wrapped optimizer")
             + (", gradients released" if self.release else "")
+            + (", state on the host" if self.offload else "")
             + (", changes tracked" if self.track_changes else "")
         )
-        lines = [shown]
-        if self.release:
-            lines.append("In backward the 16-bit gradient of one parameter at a time comes on top, and is freed.")
-        lines += ["", f"{'memory a rank':<52}{size(self.memory_total()):>12}"]
-        lines += [f"  {name:<50}{size(value):>12}" for name, value in self.memory_parts().items()]
-        lines += ["", f"{'sent by a rank in a step':<52}{size(self.traffic()):>12}"]
-        lines += [f"  {name + ' of':<50}{size(value):>12}" for name, value in self.payload().items()]
-        lines += ["", f"{'messages in a step':<52}{sum(self.messages().values()):>12}"]
-        lines += [f"  {name:<50}{value:>12}" for name, value in self.messages().items()]
-        lines += ["", f"{'shortest step':<52}{seconds(self.shortest_step()):>12}"]
         times = {
             f"sending at {self.network / 1e9:g} GB/s": self.traffic() / self.network,
             f"optimizer at {self.memory / 1e9:g} GB/s, {size(self.step_bytes())}": self.step_bytes() / self.memory,
         }
+        if self.offload:
+            times[f"state over the link at {self.link / 1e9:g} GB/s each way"] = self.host_total() / self.link
         times |= {"forward and backward, while sending": self.compute} if self.compute else {}
-        return "\n".join([*lines, *(f"  {name:<50}{seconds(value):>12}" for name, value in times.items())])
+        lines = [shown, *([RELEASED] if self.release and not self.largest else [])]
+        for title, total, parts, words in (
+            ("memory a rank", self.memory_total(), self.memory_parts(), size),
+            ("memory of the host a rank", self.host_total(), self.host_parts(), size),
+            ("sent by a rank in a step", self.traffic(), {f"{k} of": v for k, v in self.payload().items()}, size),
+            ("messages in a step", sum(self.messages().values()), self.messages(), str),
+            ("shortest step", self.shortest_step(), times, seconds),
+        ):
+            if parts or "host" not in title:
+                lines += ["", f"{title:<52}{words(total):>12}"]
+                lines += [f"  {name:<50}{words(value):>12}" for name, value in parts.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The modes that a training may take, beside the memory that there is; ``print`` shows them.
+
+    Attributes:
+        all: in the order in which they are to be tried: what changes no number first (split masters, then offload,
+            which takes seconds), then 8-bit state and 24-bit masters, then released gradients, which leave no clip.
+        budget: bytes of the card.
+        ram: bytes of the host, for each rank.
+    """
+
+    all: tuple[Plan, ...]
+    budget: float
+    ram: float
+
+    def lacks(self, mode: Plan) -> tuple[str, ...]:
+        """The memories of which a mode would take more than four fifths: "card", "RAM"."""
+        wanted = (("card", mode.memory_total(), self.budget), ("RAM", mode.host_total(), self.ram))
+        return tuple(name for name, taken, there in wanted if taken > FILLED * there)
+
+    @property
+    def chosen(self) -> Plan | None:
+        """The first mode that fits."""
+        return next((mode for mode in self.all if not self.lacks(mode)), None)
+
+    def __str__(self) -> str:
+        first, chosen = self.all[0], self.chosen
+        ranks = "" if first.shard == "none" else f", {first.ranks} ranks, {first.shard}"
+        ram = "any" if self.ram == math.inf else size(self.ram)
+        lines = [
+            f"{count(first.params)} parameters, {first.optimizer}{ranks}: {size(self.budget)} on the card, {ram} of "
+            f"RAM, {first.link / 1e9:g} GB/s between them each way",
+            "",
+            f"  masters  state  released  offload {'card':>11}{'host':>11}{'link, a step':>14}  fits",
+        ]
+        for mode in self.all:
+            host, fits = mode.host_total(), ", ".join(self.lacks(mode))
+            moved = (size(host), seconds(host / mode.link)) if mode.offload else ("-", "-")
+            lines.append(
+                f"{'>' if mode is chosen else ' '} {mode.masters:<9}{mode.state:<7}{'yes' if mode.release else '-':<10}"
+                f"{mode.offload or '-':<8}{size(mode.memory_total()):>11}{moved[0]:>11}{moved[1]:>14}  "
+                + (f"no: {fits}" if fits else "yes")
+            )
+        asked = "" if chosen is None else ", ".join(f"{name}={value!r}" for name, value in chosen.arguments().items())
+        lines += [
+            "",
+            "> none fits" if chosen is None else f"> {asked or 'what MixedPrecisionOptimizer does by itself'}",
+        ]
+        return "\n".join([*lines, "", NOTES, *([] if first.largest or first.shard != "none" else [RELEASED])])
+
+
+def plan(model: nn.Module | float, budget: float | str, *, ram: float | str = math.inf, **more: Any) -> Modes:
+    """Which modes of ``MixedPrecisionOptimizer`` fit a card, and what they take from card, host and time.
+
+    Args:
+        model: to be trained in 16 bits, whatever its dtype is now, also on the meta device; or a number of parameters.
+        budget: bytes of the card's memory, or a text as in "24GiB".
+        ram: bytes of the host's memory, the same; 0 leaves offload out.
+        **more: of :class:`Plan`: ``optimizer``, ``ranks``, ``shard``, ``link``, ...
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Example:
+        >>> modes = plan(7e9, "24GiB", ram="32GiB")
+        >>> modes.chosen.arguments()["offload"], round(modes.chosen.memory_total() / 2**30, 1)
+        ('cpu', 13.2)
+    """
+    if isinstance(model, nn.Module):
+        trained = [param for param in model.parameters() if param.requires_grad]
+        every = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        more["largest"] = max((param.numel() for param in trained), default=0)
+        more["other"] = more.get("other", 0.0) + every - sum(param.nbytes for param in trained)
+        model = sum(param.numel() for param in trained)
+    return Modes(tuple(_modes(Plan(params=model, **more))), _bytes("budget", budget), _bytes("ram", ram))
+
+
+vars(plan)["Plan"] = Plan  # scripts read `fp16opt.plan.Plan` of the time when that name was the module's alone
+
+
+def _modes(one: Plan) -> Iterator[Plan]:
+    """The plan in every mode that there is for its optimizer and its ranks, where none is the better in all."""
+    for release, (masters, state), offload in itertools.product((False, True), FORMATS, (None, "cpu")):
+        if masters != "full" or not (release or offload):
+            with suppress(ValueError):
+                yield replace(one, masters=masters, state=state, release=release, offload=offload)
 
 
 def count(number: float) -> str:
@@ -264,6 +408,16 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"expected a number as in 7e9 or 125M, got {text!r}") from None
 
 
+def _bytes(name: str, given: float | str) -> float:
+    """A size in bytes, or a text as in 24GiB or 32GB."""
+    found = re.fullmatch(r"([\d.]+) *([KMGTP]i?B)", given) if isinstance(given, str) else None
+    with suppress(ValueError):
+        value = float(given) if found is None else float(found[1]) * _UNITS[found[2]]
+        if value >= 0 and (found is not None or not isinstance(given, str)):
+            return value
+    raise ValueError(f"{name}: expected a size as in '24GiB', got {given!r}.")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of the command line."""
     parser.add_argument("--params", type=_number, required=True, help="parameters, for instance 7e9 or 125M")
@@ -273,6 +427,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--masters", choices=tuple(MASTERS), default="full", help="master_weights")
     parser.add_argument("--state", choices=STATES, default="fp32", help="optimizer_state")
     parser.add_argument("--release", action="store_true", help="gradient_release=True")
+    parser.add_argument("--offload", action="store_const", const="cpu", help="offload='cpu'")
     parser.add_argument(
         "--no-fused-step", dest="fused_step", action="store_false", help="fused_step=False; no compiled kernels"
     )
@@ -282,6 +437,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", type=float, default=50.0, help="GB/s that a rank sends")
     parser.add_argument("--memory", type=float, default=2000.0, help="GB/s of a rank's memory")
     parser.add_argument("--compute", type=float, default=0.0, help="seconds of forward and backward")
+    parser.add_argument("--budget", help="the card's memory, as in 24GiB: tell which modes fit")
+    parser.add_argument("--ram", help="the host's memory, as in 32GiB; 0GiB leaves offload out")
+    parser.add_argument("--pcie", type=int, choices=tuple(PCIE), default=4, help="generation, 16 lanes; default 4")
+    parser.add_argument("--link-gbs", type=float, help="in place of --pcie: GB/s between card and host, each way")
 
 
 def of_arguments(given: argparse.Namespace) -> Plan:
@@ -290,6 +449,24 @@ def of_arguments(given: argparse.Namespace) -> Plan:
     Raises:
         ValueError: a value is out of range.
     """
-    told = {one.name: getattr(given, one.name) for one in fields(Plan)}
+    told = {one.name: getattr(given, one.name) for one in fields(Plan) if hasattr(given, one.name)}
     told["shard"] = given.shard or ("none" if given.ranks == 1 else "ddp")
-    return Plan(**told | {"network": given.network * 1e9, "memory": given.memory * 1e9})
+    link = PCIE[given.pcie] if given.link_gbs is None else given.link_gbs
+    return Plan(**told | {"network": given.network * 1e9, "memory": given.memory * 1e9, "link": link * 1e9})
+
+
+def answer(given: argparse.Namespace) -> str:
+    """What the command line asks for: one mode in full, or which modes fit.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    one = of_arguments(given)
+    if given.budget is None:
+        if given.ram is not None:
+            raise ValueError("ram: it is for --budget, which tells which modes fit. Give both.")
+        return one.report()
+    if one.arguments() or not one.fused_step:
+        raise ValueError("budget: it tries every mode. Leave out what asks for one, as --masters or --release do.")
+    ram = math.inf if given.ram is None else _bytes("ram", given.ram)
+    return str(Modes(tuple(_modes(one)), _bytes("budget", given.budget), ram))

@@ -181,3 +181,18 @@ def test_unscale_divides_sums_once_where_a_parameter_has_none(kind: type) -> Non
     assert float(opt.clip_master_grads(100.0)) == pytest.approx(2.0**0.5)
     scaler.step(opt)
     assert (used.tolist(), unused.tolist()) == ([-1.0] * 2, [0.0] * 2)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch gained grad_dtype later")
+@pytest.mark.parametrize("settings", [{}, {"grad_accumulation": "fp32"}, {"master_weights": "split"}], ids=str)
+def test_gradients_that_torch_keeps_in_fp32_add_up_unrounded(settings: dict[str, str]) -> None:
+    weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=1.0), loss_scale=8.0, **settings)  # type: ignore[arg-type]
+    for _ in range(2):
+        opt.zero_grad()
+        for factor in (1.0, 2.0**-12):
+            opt.backward((weight * factor).float().sum())
+        assert next(opt.master_params()).grad.tolist() == [1 + 2.0**-12] * 8  # type: ignore[union-attr]
+        opt.step()
+    assert next(opt.master_params()).tolist() == [1 - 2 * (1 + 2.0**-12)] * 8

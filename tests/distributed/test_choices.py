@@ -136,7 +136,7 @@ def under_sharding(rank: int, size: int) -> None:
                 "master_weights": "split",
                 "fused_step": False,
             },
-            "gradient_release=True takes gradients when they arrive, which is before DDP's reducer": {
+            "gradient_release=True takes plain tensors and an optimizer that steps them, got ": {
                 "gradient_release": True
             },
         }

@@ -397,6 +397,10 @@ def uneven(rank: int, size: int) -> None:
     before = [value.clone() for value in values(opt)]
     with Join([ddp]):
         assert "Even out the inputs" in raised(RuntimeError, lambda: loss_of(ddp, 0, rank))
+    assert "After a Join that is over make the Distrib" in raised(RuntimeError, lambda: loss_of(ddp, 0, rank))
+    ddp = DDP(ddp.module)
+    distributed.attach(opt, ddp)
+    loss_of(ddp, 0, rank)
     with Join([ddp], enable=False):
         train(rank, ddp, opt, range(2))
     assert not torch.equal(values(opt)[0], before[0])

@@ -112,6 +112,47 @@ def test_a_step_that_one_rank_leaves_out_is_told_by_all(two: World) -> None:
     two.run(leaves_out)
 
 
+def has_none(rank: int, size: int, how: str) -> None:
+    """Rank 1 has cleared its gradients, and its pieces would stay a step behind; next to others' zeros as well."""
+    meshes = [init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "shards")), init_device_mesh("cpu", (size,))]
+    net, opt = made(how) if how in ("fsdp2", "zero") else (Net(norm=False), None)
+    if opt is None:
+        fully_shard(net.a, mesh=meshes[how == "group"])
+        fully_shard(net, mesh=meshes[1])
+        named = net.named_parameters()
+        opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-2), named_parameters=named, master_weights="split")
+    if how == "group":
+        distributed.attach(opt, net, process_group=torch.distributed.group.WORLD)
+
+    def step(number: int, norm_type: float | None = None, clears: bool = False) -> None:
+        opt.zero_grad()
+        opt.backward(loss_of(net, number, rank))
+        if clears and rank == 1:
+            opt.zero_grad()
+        if norm_type is not None:
+            opt.clip_master_grads(1.0, norm_type)
+        opt.step()
+
+    step(0)
+    ends = [p.detach().clone() for p in net.parameters()]
+    for number, norm_type in enumerate((None, 2.0, math.inf)):
+        call = "step()" if norm_type is None else f"clip_master_grads(1, norm_type={norm_type:g})"
+        message = raised(RuntimeError, lambda t=norm_type, n=number: step(n, t, clears=True))
+        assert message.startswith(f"rank 1 has come to {call}, of step 2, without gradients, and rank 0 has"), message
+        assert "Nothing was clipped or stepped by this call" in message
+        assert all(torch.equal(p, end) for p, end in zip(net.parameters(), ends, strict=True))
+    step(3)  # once all have some
+    opt.zero_grad()
+    assert float(opt.clip_master_grads(1.0)) == 0.0
+    opt.step()  # and where no rank has any there is nothing to do
+    assert opt.stats()["steps"] == 2
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "zero", "meshes", "group"])
+def test_a_rank_without_gradients_is_named_by_all(two: World, how: str) -> None:
+    two.run(has_none, how)
+
+
 def agrees(rank: int, size: int, how: str) -> None:
     """What may differ: how many micro-batches a rank adds up, and the last bits of a setting."""
     net, opt = made(how)

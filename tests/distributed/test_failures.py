@@ -170,20 +170,24 @@ def others_do_other_things(rank: int, size: int, folder: str) -> list[str]:
     return said
 
 
-def leaves_a_step_out(rank: int, size: int, folder: str) -> str:
+def leaves_a_step_out(rank: int, size: int, verifies: bool) -> str:
+    """Where ranks are compared the clip was of all, and the comparison alone waits; its messages mix with no others."""
     short = datetime.timedelta(seconds=2)
     dist.distributed_c10d._get_default_store().set_timeout(short)
     net = fully_shard(Net(norm=False), mesh=DeviceMesh.from_group(dist.new_group(timeout=short), "cpu"))
     opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-2))
-    distributed.attach(opt, net)
+    distributed.attach(opt, net, verify_ranks_every=2 * verifies)
     for number in range(2):
         opt.zero_grad()
         opt.backward(loss_of(net, number, rank))
+        if verifies:
+            opt.clip_master_grads(1.0)
         if number == 0:
             opt.step()
     masters = [p.to_local().clone() for p in opt.master_params()]
     heard = raised(RuntimeError, (opt.step, lambda: loss_of(net, 2, rank))[rank])
-    assert all(torch.equal(a, b.to_local()) for a, b in zip(masters, opt.master_params(), strict=True))
+    is_stepped = verifies and rank == 0
+    assert is_stepped != all(torch.equal(a, b.to_local()) for a, b in zip(masters, opt.master_params(), strict=True))
     return heard
 
 
@@ -206,7 +210,7 @@ def test_a_rank_that_does_not_come_is_given_up_and_one_that_comes_late_waited_fo
 
 
 def test_ranks_that_do_other_things_are_named(tmp_path: Path) -> None:
-    heard = at_once((others_do_other_things, str(tmp_path)), (leaves_a_step_out, str(tmp_path)))
+    heard = at_once((others_do_other_things, str(tmp_path)), (leaves_a_step_out, False), (leaves_a_step_out, True))
     first, second = heard[0]
     called = "was not called by all ranks"
     assert first[0].startswith(
@@ -222,3 +226,6 @@ def test_ranks_that_do_other_things_are_named(tmp_path: Path) -> None:
     first, second = heard[1]
     assert first.startswith(f"a clip or a step {called}: rank 1 is in a forward of the model.")
     assert second.startswith(f"a forward of the model {called}: rank 0 is in a clip or a step.")
+    first, second = heard[2]
+    assert first.startswith(f"a step with verify_ranks_every {called} within 2 s: rank 1 is in a forward of the model.")
+    assert second.startswith(f"a forward of the model {called}: rank 0 is in a step with verify_ranks_every.")

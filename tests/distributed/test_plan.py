@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ import fp16opt
 from distributed.models import HALF, messages
 from distributed.world import World
 from fp16opt import MixedPrecisionOptimizer, distributed
-from fp16opt.tools.plan import Plan, add_arguments, of_arguments
+from fp16opt.tools.plan import Plan, add_arguments, answer, of_arguments
 
 LAYERS, WIDTH = 4, 64
 PARAMS = LAYERS * WIDTH * WIDTH
@@ -276,3 +277,116 @@ def test_the_command_line_asks_for_formats() -> None:
 def test_plans_that_can_not_be(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan(params=1e9, **given)
+
+
+# -- which modes fit ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "card", "host"),
+    [
+        ({}, 4, 12),
+        ({"masters": "split"}, 4, 10),
+        ({"masters": "split", "state": "8bit"}, 4 + 4 / 128, 4),
+        ({"masters": "split24", "state": "8bit"}, 4 + 4 / 128, 3),
+        ({"masters": "split24", "state": "8bit", "release": True}, 2 + 4 / 128, 3),
+        ({"masters": "split24", "state": "8bit", "release": True, "largest": 10**7}, 2 + 4 / 128 + 0.02, 3),
+        ({"masters": "split", "optimizer": "lion", "other": 5e8}, 4.5, 6),
+    ],
+)
+def test_bytes_on_the_card_and_on_the_host(given: dict[str, Any], card: float, host: float) -> None:
+    """Scales stay on the card; all else of masters and state goes to the host, and over the link and back in a step."""
+    plan = Plan(params=1e9, offload="cpu", link=1e9, **given)
+    assert plan.memory_total() == pytest.approx(card * 1e9, rel=1e-12)
+    assert plan.host_total() == pytest.approx(host * 1e9, rel=1e-12)
+    assert plan.shortest_step() == pytest.approx(host)
+    without = Plan(params=1e9, **given)
+    assert without.memory_total() == pytest.approx((card + host) * 1e9, rel=1e-12)
+    assert without.host_total() == 0.0
+    assert "memory of the host" not in without.report()
+    assert "memory of the host" in plan.report()
+    assert plan.shortest_step() > without.shortest_step()
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (("1e9", "24GiB", "0GiB"), {}),
+        (("1.3e9", "24GiB", "0GiB"), {"master_weights": "split"}),
+        (("1.5e9", "24GiB", "64GiB"), {"master_weights": "split", "offload": "cpu"}),
+        (("2.5e9", "24GiB", "0GiB"), {"master_weights": "split", "optimizer_state": "8bit"}),
+        (("5e9", "24GiB", "32GiB"), {"master_weights": "split", "optimizer_state": "8bit", "offload": "cpu"}),
+        (("5e9", "24GiB", "18GiB"), {"master_weights": "split24", "optimizer_state": "8bit", "offload": "cpu"}),
+        (("4e9", "24GiB", "0GiB"),
+         {"master_weights": "split24", "optimizer_state": "8bit", "gradient_release": True}),
+        (("7e9", "24GiB", "32GiB"),
+         {"master_weights": "split24", "optimizer_state": "8bit", "gradient_release": True, "offload": "cpu"}),
+        (("7e9", "24GiB", "16GiB"), None),
+    ],
+)  # fmt: skip
+def test_the_first_mode_that_fits(given: tuple[str, str, str], wanted: dict[str, Any] | None) -> None:
+    params, budget, ram = given
+    modes = fp16opt.plan(float(params), budget, ram=ram)
+    assert (None if modes.chosen is None else modes.chosen.arguments()) == wanted
+    arguments = ["--params", params, "--budget", budget, "--ram", ram]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert answer(parser.parse_args(arguments)) == str(modes)
+
+
+def test_the_table_of_modes() -> None:
+    shown = str(fp16opt.plan(7e9, "24GiB", ram="32GiB", link=45e9)).splitlines()
+    assert shown[0] == "7B parameters, adamw: 24.0 GiB on the card, 32.0 GiB of RAM, 45 GB/s between them each way"
+    assert [line for line in shown if line.startswith(">")] == [
+        "> split24  8bit   yes       cpu        13.2 GiB   19.6 GiB        467 ms  yes",
+        "> master_weights='split24', optimizer_state='8bit', gradient_release=True, offload='cpu'",
+    ]
+    assert "  split    8bit   -         cpu        26.3 GiB   26.1 GiB        622 ms  no: card, RAM" in shown
+    assert all(len(line) <= 120 for line in shown)
+    assert "> none fits" in str(fp16opt.plan(7e9, "8GiB"))
+    ranks = str(fp16opt.plan(7e9, "80GiB", ranks=8, shard="fsdp2", optimizer="lion"))
+    assert "lion, 8 ranks, fsdp2: 80.0 GiB on the card, any of RAM" in ranks
+    assert ranks.count("no: ") + ranks.count("yes") == 3, "neither 8-bit state nor released gradients"
+
+
+def test_a_model_tells_its_bytes() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64))
+    model[0].weight.requires_grad_(False)
+    found = fp16opt.plan(model, 10**9).all[-1]
+    assert (found.params, found.largest) == (64 * 64 + 2 * 64, 64 * 64)
+    assert found.other == 4 * 1000 * 64 + 2 * 4 * 64 + 8
+    assert found.memory_parts()["16-bit gradients"] == 2 * 64 * 64
+    assert fp16opt.plan(model, 2 * found.other).chosen is not None
+
+
+def test_the_plan_of_old_scripts() -> None:
+    assert fp16opt.plan.Plan is Plan  # type: ignore[attr-defined]
+    assert importlib.import_module("fp16opt.plan").Plan is Plan
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--budget 24", "budget: expected a size as in '24GiB', got '24'"),
+        ("--budget 1.1.1GiB", "budget: expected a size"),
+        ("--budget 24GiB --ram=-1GiB", "ram: expected a size"),
+        ("--budget 24GiB --release", "budget: it tries every mode"),
+        ("--budget 24GiB --no-fused-step", "budget: it tries every mode"),
+        ("--ram 24GiB", "ram: it is for --budget"),
+        ("--budget 24GiB --link-gbs 0", "link: expected a number of 1 or more"),
+        ("--offload --no-fused-step", "fused_step: .* and offload takes it, got False"),
+    ],
+)
+def test_what_is_wrong_with_a_budget(line: str, message: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(ValueError, match=message):
+        answer(parser.parse_args(["--params", "7e9", *line.split()]))
+
+
+def test_what_is_no_size() -> None:
+    with pytest.raises(ValueError, match="budget: expected a size as in '24GiB', got nan"):
+        fp16opt.plan(7e9, float("nan"))
+    with pytest.raises(ValueError, match="offload: expected one of 'cpu', got 'disk'"):
+        Plan(params=1e9, offload="disk")

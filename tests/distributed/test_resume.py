@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import products
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -102,6 +103,26 @@ def test_16_bit_parameters_without_masters(two: World, tmp_path: Path) -> None:
     two.run(without, str(tmp_path))
 
 
+def thaws(rank: int, size: int, folder: str, options: dict[str, Any]) -> None:
+    """What is frozen when a checkpoint is loaded goes on with all bits and its moments when it thaws."""
+    model, opt = make("fsdp2 bf16", **options)
+    train(model, opt, range(4))
+    distributed.save(f"{folder}/file", model, opt)
+    again, fresh = make("fsdp2 bf16", (net := Net(torch.bfloat16)).requires_grad_(False), **options)
+    net.b.requires_grad_(True)
+    distributed.load(f"{folder}/file", again, fresh)
+    assert alike(masters(fresh), masters(opt))
+    net.requires_grad_(True)
+    for each, wrapper in ((model, opt), (again, fresh)):
+        train(each, wrapper, range(4, 7))
+    assert alike(masters(fresh), masters(opt))
+
+
+@pytest.mark.parametrize("options", [{}, SPLIT, {"optimizer_state": "8bit", "fused_step": True}])
+def test_what_is_frozen_when_a_checkpoint_is_loaded(two: World, tmp_path: Path, options: dict[str, Any]) -> None:
+    two.run(thaws, str(tmp_path), options)
+
+
 class Extra(Net):
     """A buffer, and state that is no tensor."""
 
@@ -174,10 +195,17 @@ def unnamed(rank: int, size: int, folder: str) -> None:
     for step in ("step1", "step2"):
         distributed.save(Path(folder) / step, model, opt)
     if rank == 0:
-        (Path(folder) / "step2").rename(Path(folder) / ".step2.0123abcd.partial")
+        (Path(folder) / "step2").rename(Path(folder) / f".step2.{'0123abcd' * 4}.partial")
+        (Path(folder) / ".mine.partial").mkdir()
     dist.barrier()
     assert distributed.latest(folder) == Path(folder) / "step1"
+    pending = [distributed.save_async(Path(folder) / f"step{k}", model, opt) for k in (3, 4)]
+    distributed.save(Path(folder) / "step5", model, opt)
+    for one in pending:
+        one.result(30)
+    dist.barrier()
+    assert {path.name for path in Path(folder).iterdir()} == {".mine.partial", "step1", "step3", "step4", "step5"}
 
 
-def test_a_folder_without_its_name_is_passed_over(two: World, tmp_path: Path) -> None:
+def test_a_folder_without_its_name_is_passed_over_and_goes_at_the_next_save(two: World, tmp_path: Path) -> None:
     two.run(unnamed, str(tmp_path))

@@ -360,7 +360,8 @@ def frozen_stage(rank: int, size: int, policy: str) -> None:
             clips = step % 2 == 0
             norm = opt.clip_master_grads(1e-3) if clips else torch.zeros(())
             opt.step()
-        extra = [("all_reduce", 4)] if policy == "headroom" else []
+        extra = [("all_gather_object", -1)] if step == 0 else []  # that it has none of its own is asked once
+        extra += [("all_reduce", 4)] if policy == "headroom" else []
         assert sent == [("all_reduce", 32), *extra], sent
         assert float(norm) == pytest.approx((math.inf if step == 2 else 15**0.5) if clips else 0.0)
         assert opt.step_was_skipped == (step == 2)

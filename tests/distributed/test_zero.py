@@ -17,7 +17,7 @@ import fp16opt.optim
 from distributed.models import Net, assert_alike, loss_of, messages
 from distributed.world import World, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed, kernels
-from fp16opt.engine.fused_step import FusedStep
+from fp16opt.engine.one_pass import OnePassStep
 
 
 def zero(params: Any, **options: Any) -> ZeroRedundancyOptimizer:
@@ -217,7 +217,7 @@ def skips_in_one_way(rank: int, size: int) -> None:
     """Where a device could skip by itself, but has all state on one rank only: ZeRO's own step sends messages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "is_host", lambda device: False)
-        patch.setattr(FusedStep, "skips_on_device", lambda stepper: rank == 0)
+        patch.setattr(OnePassStep, "skips_on_device", lambda stepper: rank == 0)
         params = [nn.Parameter(torch.ones(64, 2).half()), nn.Parameter(torch.ones(64).half())]
         inner = ZeroRedundancyOptimizer(params, SGD, lr=0.1, momentum=0.9)
         opt = MixedPrecisionOptimizer(inner, scaler=DynamicLossScaler(1024.0))

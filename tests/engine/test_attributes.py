@@ -194,3 +194,93 @@ def test_buffers_of_16_bits_stay_and_are_named(caplog: pytest.LogCaptureFixture)
     assert all(view.data_ptr() - flat.data_ptr() in (0, 12) for view in inner.views)  # type: ignore[attr-defined]
     (text,) = [record.getMessage() for record in caplog.records]
     assert text.startswith("SGD keeps 16-bit tensors outside of its state: flat, views[0], views[1]. They stay")
+
+
+class GoesRound(torch.optim.Optimizer):
+    """Reads its parameters through a function of its own, where wrapping does not find them."""
+
+    def __init__(self, params: Any, lr: float = 0.125) -> None:
+        held = list(params)
+        super().__init__(held, {"lr": lr})
+        self.held = lambda: held
+
+    def moved(self) -> list[torch.Tensor]:
+        return self.held()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.moved():
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+class PreconditionsModules(GoesRound):
+    """As K-FAC: gradients of the model are written, parameters of the groups are stepped."""
+
+    def moved(self) -> list[torch.Tensor]:
+        for p in self.held():
+            p.grad.data.mul_(0.5)  # type: ignore[union-attr]
+        return self.param_groups[0]["params"]
+
+
+class MovesData(GoesRound):
+    """By ``p.data``, of which no version tells."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.data.sub_(p.grad.data)
+
+
+class BeginsLate(GoesRound):
+    """As AdaShift: gradients are kept for some steps before the first one moves a parameter."""
+
+    def moved(self) -> list[torch.Tensor]:
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("kept", []).append(p.grad.clone())
+        return []
+
+
+class ClearsGradients(GoesRound):
+    """A step that clears the model's gradients at its end, and reads its own groups."""
+
+    def moved(self) -> list[torch.Tensor]:
+        for p in self.held():
+            p.grad = None
+        return self.param_groups[0]["params"]
+
+
+def lines_of_steps(
+    cls: Any, caplog: pytest.LogCaptureFixture, steps: int = 6, lr: float = 0.125, **settings: Any
+) -> list[str]:
+    """What is logged of some steps of a class."""
+    params = [nn.Parameter(torch.ones(4, 3).half()), nn.Parameter(torch.ones(3))]
+    opt = MixedPrecisionOptimizer(cls(params, lr), loss_scale=64.0, **settings)
+    for _ in range(steps):
+        opt.zero_grad()
+        opt.backward(sum((p.float().sum() for p in params), torch.zeros(())))
+        opt.step()
+    return [record.getMessage() for record in caplog.records if "of its param_groups" in record.getMessage()]
+
+
+def test_a_class_that_writes_the_models_gradients_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = lines_of_steps(PreconditionsModules, caplog)
+    assert line.startswith("three steps of PreconditionsModules in a row have written the model's gradients, by which")
+
+
+def test_a_class_that_moves_no_master_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """FP32 weights beside 16-bit ones move by the scaled gradient: they say nothing of its masters."""
+    assert lines_of_steps(GoesRound, caplog, steps=2) == []
+    (line,) = lines_of_steps(GoesRound, caplog)
+    assert line.startswith("three steps of GoesRound in a row have moved no master. It holds parameters elsewhere")
+
+
+@pytest.mark.parametrize("cls", [MovesData, BeginsLate, ClearsGradients])
+@pytest.mark.parametrize("sums", ["model", "fp32"])
+def test_a_class_that_reads_its_groups_is_believed(cls: Any, sums: str, caplog: pytest.LogCaptureFixture) -> None:
+    if cls is ClearsGradients and sums == "fp32":
+        pytest.skip("what stands in the place of a summed gradient is cleared by the engine")
+    assert lines_of_steps(cls, caplog, grad_accumulation=sums) == []
+
+
+def test_steps_with_an_lr_of_0_say_nothing_of_a_class(caplog: pytest.LogCaptureFixture) -> None:
+    assert lines_of_steps(GoesRound, caplog, lr=0.0) == []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from specs import CASES, OptimizerCase, one_per_class, params_of
 from torch.optim import SGD, Adam, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import recipes
 from engine.checks import (
@@ -421,3 +422,27 @@ def test_state_of_a_parameter_put_in_anothers_place_keeps_its_dtype_without_mast
     opt.backward(other.float().sum())
     opt.step()
     assert opt.state[other]["m"].dtype == torch.bfloat16
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_loading_asks_torch_for_little_more_than_a_copy_of_each_tensor() -> None:
+    """Of thousands of small parameters the number of calls decides how long a load takes."""
+    params = parameters([(4,)] * 64)
+    opt = MixedPrecisionOptimizer(AdamW(params), loss_scale=8.0)
+    train(opt, params, Problem(params))
+    saved = copy.deepcopy(opt.state_dict())
+    with Operations() as operations:
+        opt.load_state_dict(saved)
+    one_each = 4 + 1  # three tensors of state and a master are copied, a count is read
+    assert operations.count <= one_each * len(params) + 32

@@ -178,3 +178,22 @@ def test_memory_that_a_step_gives_parameters_reaches_the_weights(
         assert weight.tolist() == [left] * 4
         assert next(opt.master_params()).tolist() == [left] * 4
     assert weight.data_ptr() == at
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_weight_whose_storage_was_freed_is_named_before_it_is_read(dtype: torch.dtype) -> None:
+    """torch's own Adam ends the process there."""
+    weight = torch.nn.Parameter(torch.ones(8, 8, dtype=dtype))
+    opt = MixedPrecisionOptimizer(torch.optim.Adam([weight], lr=0.5), loss_scale=4.0, named_parameters=[("w", weight)])
+    one_step(opt, [weight], [1.0])
+    kept, size = weight.detach().clone(), weight.untyped_storage().nbytes()
+    opt.zero_grad()
+    opt.backward(weight.float().sum())
+    weight.untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'w' has no memory: its storage was resized to 0. Give it its memory"):
+            opt.step()
+    weight.untyped_storage().resize_(size)
+    weight.data.copy_(kept)
+    opt.step()
+    assert bool((weight < kept).all())

@@ -11,7 +11,7 @@ import torch
 from engine.checks import Problem, assert_same, parameters, snapshot
 
 from fp16opt import DynamicLossScaler, LossScaleError, MixedPrecisionOptimizer, kernels
-from fp16opt.engine.fused_step import FusedStep
+from fp16opt.engine.one_pass import KernelCall
 
 SHAPES = ((), (300,), (3, 0), (33, 65))
 KINDS: dict[str, dict[str, Any]] = {
@@ -124,7 +124,7 @@ def test_a_skip_that_is_stopped_between_two_kernels_is_not_told_as_a_step(
     scaler = DynamicLossScaler(1024.0, max_consecutive_skips=9)
     opt = MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=0.1), scaler=scaler)
     opt.backward(sum((param.float().sum() for param in params), start=torch.zeros(())) * float("inf"))
-    call, calls = FusedStep._call, []
+    call, calls = KernelCall.run, []
 
     def stopped(*given: Any) -> None:
         calls.append(given)
@@ -132,7 +132,7 @@ def test_a_skip_that_is_stopped_between_two_kernels_is_not_told_as_a_step(
             raise KeyboardInterrupt
         call(*given)
 
-    monkeypatch.setattr(FusedStep, "_call", stopped)
+    monkeypatch.setattr(KernelCall, "run", stopped)
     with pytest.raises(KeyboardInterrupt):
         opt.step()
     assert (opt.skipped_steps, opt.outcome.steps_taken, opt.loss_scale) == (1, 0, 512.0)
@@ -158,7 +158,7 @@ def test_a_written_model_is_no_error_in_a_step_that_is_skipped(
 
 
 @pytest.mark.parametrize("settings", [{"optimizer_state": "8bit"}, {"master_weights": "split24"}], ids=str)
-def test_momentum_is_awaited_from_its_second_step_on(
+def test_momentum_is_awaited_from_its_first_step_on(
     emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     pretended.pretend(emulated_cuda, monkeypatch)
@@ -171,7 +171,7 @@ def test_momentum_is_awaited_from_its_second_step_on(
         opt.backward(weight.float().mean())
         opt.step()
         found.append(len(reads))
-    assert found == [0, 1, 2]
+    assert found == [1, 2, 3]
 
 
 def test_too_many_skips_raise_at_the_step_that_is_one_too_many(

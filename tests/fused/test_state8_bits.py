@@ -311,7 +311,7 @@ def test_on_a_card_one_kernel_steps_all(emulated_cuda: Any, monkeypatch: pytest.
     with pretended.watching(monkeypatch) as seen:
         both()
     assert seen.looks == []
-    assert count.launches == {"adam8": 1, "sgd8": 1}
+    assert count.launches == {"adam8_half_24": 1, "sgd8_half_24": 1}
     more["found_inf"].fill_(1.0)
     written = [*models, *rests, *first, *second, *scales, *steps]
     before = [t.clone() for t in written]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_SHARED = 1 << 60  # where the memory of a block begins
+_SHARED = 1 << 24  # where the memory of a block begins: some compilers have its addresses in 32 bits
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 _FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 _SPECIAL = {"%tid.x": 0, "%ntid.x": 256, "%ctaid.x": 0, "%nctaid.x": 1}
@@ -99,6 +99,26 @@ def _number(bits: int, kind: str) -> Any:
     return _signed(bits, size) if kind[0] == "s" else bits & ((1 << size) - 1)
 
 
+def _fused(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of float32, rounded once: the product is exact in float64, and the sum is rounded there to odd."""
+    product, added = np.float64(a) * np.float64(b), np.float64(c)
+    total = product + added
+    if not np.isfinite(total):
+        return np.float32(total)
+    back = total - product
+    rest = (product - (total - back)) + (added - back)
+    if rest != 0 and not int(total.view(np.uint64)) & 1:
+        total = np.nextafter(total, np.float64(np.inf if rest > 0 else -np.inf))
+    return np.float32(total)
+
+
+def _down(a: Any, b: Any) -> Any:
+    """a + b of float32, rounded down; their sum is exact in float64."""
+    exact = np.float64(a) + np.float64(b)
+    near = np.float32(exact)
+    return np.nextafter(near, np.float32(-np.inf)) if near > exact else near
+
+
 def _bits(number: Any, kind: str) -> int:
     if kind in _FLOATS:
         if np.isnan(number):  # a card has one for all
@@ -122,7 +142,7 @@ class Thread:
     def __init__(self, program: Program, arguments: tuple[bytes, ...]) -> None:
         self._program, self._arguments = program, arguments
         self._registers: dict[str, int] = {}
-        self._unset: dict[str, set[int]] = {}  # by register: its parts that were packed of registers without a value
+        self._unset: dict[str, int] = {}  # by register: those of its bits that registers without a value gave
         self._shared: dict[int, int] = {}
         self.loads: list[Access] = []
         self.stores: list[Access] = []
@@ -130,12 +150,12 @@ class Thread:
 
     def run(self) -> Thread:
         """Execute to the end."""
-        at, code, registers = 0, self._program.code, self._registers
+        at, code = 0, self._program.code
         with np.errstate(all="ignore"):
             while True:
                 guard, _, parts, operands = instruction = code[at]
                 at += 1
-                if guard and bool(registers[guard.lstrip("!")]) is guard.startswith("!"):
+                if guard and bool(self._value(guard.lstrip("!"))) is guard.startswith("!"):
                     continue
                 if parts[0] == "ret":
                     return self
@@ -159,12 +179,19 @@ class Thread:
             return self._program.symbols[text]
         return _SPECIAL[text] if text.startswith("%") else int(text.rstrip("U"), 0)
 
-    def _set(self, register: str, value: int) -> None:
-        self._registers[register] = value
-        self._unset.pop(register, None)
+    def _partial(self, text: str) -> tuple[int, int]:
+        """A value, and those of its bits that nothing was put in on this way: using them raises KeyError."""
+        if text.startswith("%") and text not in self._registers and text not in _SPECIAL:
+            return 0, (1 << 64) - 1
+        unset = self._unset.get(text, 0)
+        return (self._registers[text] if unset else self._value(text)), unset
 
-    def _is_unset(self, text: str) -> bool:
-        return text.startswith("%") and text not in self._registers and text not in _SPECIAL
+    def _set(self, register: str, value: int, unset: int = 0) -> None:
+        self._registers[register] = value
+        if unset:
+            self._unset[register] = unset
+        else:
+            self._unset.pop(register, None)
 
     def _apply(self, i: Instruction, kind: str, function: Callable[..., Any], result: str = "") -> None:
         given = [_number(self._value(text), kind) for text in i.operands[1:]]
@@ -232,29 +259,21 @@ class Thread:
     # -- moves
 
     def _do_mov(self, i: Instruction) -> None:
+        """Whole and packed registers, with bits that nothing was put in: compilers move them along."""
         to, source = i.operands
         size = int(i.parts[1][1:]) if i.parts[1] != "pred" else 1
         if isinstance(source, list):
             part = size // len(source)
-            unset = {k for k, text in enumerate(source) if self._is_unset(text)}
-            values = [0 if k in unset else self._value(text) & ((1 << part) - 1) for k, text in enumerate(source)]
-            self._set(to, sum(value << part * k for k, value in enumerate(values)))
-            if unset:
-                self._unset[to] = unset
-        elif isinstance(to, list):
-            unset = self._unset.pop(source, set())
-            part, value = size // len(to), self._value(source)
-            for k, target in enumerate(to):
-                if k in unset:
-                    self._registers.pop(target, None)
-                else:
-                    self._set(target, value >> part * k & ((1 << part) - 1))
-            if unset:
-                self._unset[source] = unset
-        elif self._is_unset(source):
-            self._registers.pop(to, None)  # nothing was put there on this way: using it raises KeyError
+            whole = [0, 0]
+            for k, text in enumerate(source):
+                for n, bits in enumerate(self._partial(text)):
+                    whole[n] |= (bits & ((1 << part) - 1)) << part * k
+            self._set(to, *whole)
         else:
-            self._set(to, self._value(source) & ((1 << size) - 1))
+            targets = to if isinstance(to, list) else [to]
+            part, (value, unset) = size // len(targets), self._partial(source)
+            for k, target in enumerate(targets):
+                self._set(target, *(bits >> part * k & ((1 << part) - 1) for bits in (value, unset)))
 
     def _do_cvta(self, i: Instruction) -> None:
         self._set(i.operands[0], self._value(i.operands[1]))
@@ -265,6 +284,9 @@ class Thread:
 
     def _do_cvt(self, i: Instruction) -> None:
         to, kind = i.parts[-2:]
+        if to[0] == kind[0] == "u" and int(to[1:]) < int(kind[1:]):
+            self._set(i.operands[0], *(_number(bits, to) for bits in self._partial(i.operands[1])))
+            return
         value = _number(self._value(i.operands[1]), kind)
         if kind in _FLOATS and to not in _FLOATS:  # .rzi
             low, high = (
@@ -280,7 +302,7 @@ class Thread:
         self._apply(i, i.parts[-1], function)
 
     def _do_add(self, i: Instruction) -> None:
-        self._two(i, lambda a, b: a + b)
+        self._two(i, _down if "rm" in i.parts else lambda a, b: a + b)
 
     def _do_sub(self, i: Instruction) -> None:
         self._two(i, lambda a, b: a - b)
@@ -297,6 +319,9 @@ class Thread:
     def _do_mad(self, i: Instruction) -> None:
         self._apply(i, i.parts[-1], lambda a, b, c: a * b + c)
 
+    def _do_fma(self, i: Instruction) -> None:
+        self._apply(i, i.parts[-1], _fused)
+
     def _do_div(self, i: Instruction) -> None:
         kind = i.parts[-1]
         self._apply(
@@ -311,6 +336,13 @@ class Thread:
 
     def _do_sqrt(self, i: Instruction) -> None:
         self._apply(i, i.parts[-1], np.sqrt)
+
+    def _do_rsqrt(self, i: Instruction) -> None:
+        self._apply(i, i.parts[-1], lambda a: type(a)(1) / np.sqrt(a))
+
+    def _do_shfl(self, i: Instruction) -> None:
+        """Of a thread alone: what it gives itself."""
+        self._set(i.operands[0].split("|")[0], self._value(i.operands[1]))
 
     def _do_neg(self, i: Instruction) -> None:
         self._apply(i, i.parts[-1], lambda a: -a)
@@ -350,7 +382,8 @@ class Thread:
 
     def _shift(self, i: Instruction, kind: str, function: Callable[[int, int], int]) -> None:
         by = min(self._value(i.operands[2]) & 0xFFFFFFFF, int(kind[1:]))
-        self._set(i.operands[0], _bits(function(_number(self._value(i.operands[1]), kind), by), kind))
+        given = self._partial(i.operands[1]) if kind[0] == "u" else (self._value(i.operands[1]), 0)
+        self._set(i.operands[0], *(_bits(function(_number(bits, kind), by), kind) for bits in given))
 
     def _do_shf(self, i: Instruction) -> None:
         """A funnel shift: of 64 bits, the second operand above the first, the upper or lower 32 of what is shifted."""
@@ -365,9 +398,12 @@ class Thread:
         self._set(into, (b & ~mask) | (a << at & mask))
 
     def _do_bfe(self, i: Instruction) -> None:
-        a, at, count = (self._value(text) for text in i.operands[1:])
+        """Behind the last of 32 bits are zeros or copies of the sign."""
+        kind = i.parts[-1]
+        a, at, count = _number(self._value(i.operands[1]), kind), *(self._value(text) & 255 for text in i.operands[2:])
+        count = min(count, 32)
         part = a >> at & ((1 << count) - 1)
-        self._set(i.operands[0], _signed(part, count) & 0xFFFFFFFF if i.parts[-1][0] == "s" else part)
+        self._set(i.operands[0], (_signed(part, count) if kind[0] == "s" and count else part) & 0xFFFFFFFF)
 
     def _do_prmt(self, i: Instruction) -> None:
         a, b, which = (self._value(text) & 0xFFFFFFFF for text in i.operands[1:])

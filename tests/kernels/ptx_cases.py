@@ -20,6 +20,7 @@ from fp16opt.kernels import (
     backends,
     cuda,
     cuda_devices,
+    cuda_rows,
     multi_tensor_axpby,
     multi_tensor_cast,
     multi_tensor_join,
@@ -33,6 +34,7 @@ from fp16opt.kernels import (
     state8,
 )
 from fp16opt.kernels.changed import ChangedBits
+from fp16opt.kernels.cuda_rows import KERNELS
 from fp16opt.kernels.operations import AdamOptions, Factors, LionOptions, SgdOptions, multi_tensor_step
 
 ROWS = 4  # of 256 threads with eight elements each: as many as a kernel has in flight
@@ -150,6 +152,7 @@ def _elementwise() -> list[Case]:
 MASTERS: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype | None]] = {
     "own": (SINGLE, SINGLE, None),
     "half": (HALF, SINGLE, HALF),
+    "bfloat16": (BFLOAT, SINGLE, BFLOAT),
     "bfloat16 of float32 gradients": (SINGLE, SINGLE, BFLOAT),
     "half split": (HALF, torch.int16, HALF),
     "bfloat16 split": (BFLOAT, torch.int16, BFLOAT),
@@ -178,12 +181,14 @@ def _steps() -> list[Case]:
             grad, master = random(dtypes[0]), random() if dtypes[1] == SINGLE else codes(dtypes[1])
             model = None if dtypes[2] is None else random(dtypes[2])
             written = [master, *state] if model is None else [master, model, *state]
+            own = cuda.OF_DTYPES.get(dtypes) if kernel in ("Adam8Step", "Sgd8Step") else None  # type: ignore[arg-type]
+            of_kind = kernel if own is None else KERNELS[cuda_rows.of_kind(kernel[:-4].lower(), own)].functor.name
             for marks in (False,) if model is None else (False, True):
                 stats = None if model is None else stats_for(model, marks)
                 rest = more if model is None else {**more, "models": [model], "stats": stats}
                 found.append(
                     Case(
-                        f"Marking{kernel}" if marks else kernel, name, written, list(apart),
+                        f"Marking{kernel}" if marks else of_kind, name, written, list(apart),
                         lambda rest=rest: call([grad], [master], *given, **rest),
                         None if stats is None else stats.changed,
                     )

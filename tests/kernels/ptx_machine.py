@@ -17,14 +17,49 @@ from ptx import _SHARED, Instruction, Program
 
 SOURCE = Path(__file__).resolve().parents[1] / "native" / "ptx_machine.cpp"
 OPS = (
-    *("add", "sub", "mul", "mulhi", "mulwide", "mad", "div", "rem", "rcp", "sqrt", "neg", "abs", "min", "max"),
-    *("and", "or", "xor", "not", "shl", "shr", "mov", "pack", "unpack", "selp", "cvt", "setp", "bfi", "prmt"),
+    *(
+        "add",
+        "sub",
+        "mul",
+        "mulhi",
+        "mulwide",
+        "mad",
+        "fma",
+        "div",
+        "rem",
+        "rcp",
+        "sqrt",
+        "rsqrt",
+        "neg",
+        "abs",
+        "min",
+        "max",
+    ),
+    *(
+        "and",
+        "or",
+        "xor",
+        "not",
+        "shl",
+        "shr",
+        "mov",
+        "pack",
+        "unpack",
+        "selp",
+        "cvt",
+        "setp",
+        "bfi",
+        "bfe",
+        "shf",
+        "prmt",
+    ),
     *("ldparam", "ldshared", "ldglobal", "stshared", "stglobal", "atomadd", "atomor", "bra", "ret", "bar", "shfl"),
     "nop",
 )
 TYPES = ["u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "pred"]
 COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"]
 SPECIAL = ("%tid.x", "%ntid.x", "%ctaid.x", "%nctaid.x")
+SINKS = ("tmp", "_")  # registers that compilers name for what they don't want
 WITHOUT_VALUES = ("bar", "membar", "fence")
 
 
@@ -50,6 +85,10 @@ def build(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+def _is_register(text: str) -> bool:
+    return text.startswith("%") or text in SINKS
+
+
 def _type(text: str) -> int:
     return TYPES.index("pred" if text == "pred" else "u" + text[1:] if text[0] == "b" else text)
 
@@ -63,6 +102,7 @@ class Code:
     Attributes:
         table: the instructions.
         seen: by instruction: 1 where a thread executed it, 2 where its guard kept one from that, 3 for both.
+        counts: by instruction: how often threads executed it.
     """
 
     def __init__(self, program: Program) -> None:
@@ -84,6 +124,7 @@ class Code:
         self.registers = count + 64 + len(self._slots)
         self.table = (Encoded * len(texts))(*(self.encode(i) for i in texts))
         self.seen = (ctypes.c_ubyte * len(texts))()
+        self.counts = (ctypes.c_int64 * len(texts))()
 
     def _tokens(self, i: Instruction) -> list[str]:
         found: list[str] = [i.guard.lstrip("!")] if i.guard else []
@@ -95,11 +136,11 @@ class Code:
     def _gather(self, i: Instruction) -> None:
         if i.parts[0] == "bra" or (i.parts[0] == "ld" and i.parts[1] == "param"):
             texts = self._tokens(i)[: -1 if i.parts[0] == "ld" else 0] + ([i.guard.lstrip("!")] if i.guard else [])
-            texts = [text for text in texts if text.startswith("%")]
+            texts = [text for text in texts if _is_register(text)]
         else:
             texts = [text.partition("+")[0] for text in self._tokens(i)]
         for text in texts:
-            if text.startswith("%"):
+            if _is_register(text):
                 self._slots.setdefault(text, 0)
             else:
                 self._constants.setdefault(self._value(text), 0)
@@ -113,7 +154,7 @@ class Code:
 
     def slot(self, text: str) -> int:
         """Where an operand lies."""
-        if text.startswith("%"):
+        if _is_register(text):
             return self._slots[text]
         value = self._value(text)
         if value not in self._constants:
@@ -126,7 +167,8 @@ class Code:
         made, name = Encoded(), i.parts[0]
         made.guard, made.negated = (self.slot(i.guard.lstrip("!")) if i.guard else -1), i.guard.startswith("!")
         made.to[:], made.given[:] = [-1] * 4, [-1] * 4
-        made.count, made.type, made.down = 1, _type("u32"), "rz" in i.parts
+        made.count, made.type = 1, _type("u32")
+        made.down = 1 if "rz" in i.parts else 2 if "rm" in i.parts else 0
         operands = i.operands
         if name in ("ret", "bar") or name in WITHOUT_VALUES:
             made.op = OPS.index(name if name in ("ret", "bar") else "nop")
@@ -140,10 +182,10 @@ class Code:
             base, _, offset = operands[1].partition("+")
             made.given[0], made.given[1], made.offset = self.slot(base), self.slot(operands[2]), int(offset or 0)
         elif name == "shfl":
-            made.op = OPS.index("shfl")
+            made.op, made.extra = OPS.index("shfl"), int(i.parts[2] == "bfly")
             for k, text in enumerate(operands[0].split("|")):
                 made.to[k] = self.slot(text)
-            made.given[0], made.given[1] = self.slot(operands[1]), self.slot(operands[2])
+            made.given[:3] = [self.slot(operands[k]) for k in (1, 2, 4)]  # what, how far, and the mask
         elif name == "mov" and any(isinstance(operand, list) for operand in operands):
             self._parts(made, i)
         elif name == "cvta":
@@ -154,6 +196,10 @@ class Code:
             made.op, made.type, made.to[0] = OPS.index(kind), _type(i.parts[-1]), self.slot(operands[0])
             if name == "cvt":
                 made.type, made.source = _type(i.parts[-2]), _type(i.parts[-1])
+            if "approx" in i.parts:
+                made.extra = 1
+            if name == "shf":
+                made.extra = int(i.parts[1] == "l") + 2 * int(i.parts[2] == "clamp")
             if name == "setp":
                 made.extra = COMPARISONS.index(i.parts[1])
             if len(operands) > 5:
@@ -230,7 +276,7 @@ class Machine:
         status = self._library.ptx_run(
             code.table, constants, len(constants), code.registers, special, ctypes.c_int64(size),
             ctypes.c_int64(_SHARED), ctypes.c_int64(blocks), given, ctypes.c_int64(self.limit), ctypes.byref(executed),
-            code.seen,
+            code.seen, code.counts,
         )  # fmt: skip
         self.executed += executed.value
         self.longest = max(self.longest, executed.value)

@@ -6,13 +6,14 @@ leaves them out: no install compiles these kernels, and the first use on a card 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import pickle
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import emulated
@@ -47,7 +48,11 @@ MAPPING = {
     "Renew": (True, True),
 }
 STEPS = ("AdamStep", "AmsgradStep", "SgdStep", "MomentumStep", "LionStep", "Adam8Step", "Sgd8Step")
-STEPPING = dict.fromkeys(STEPS, (True, True))
+OF_KINDS = [
+    f"{name}{w}{kept}Step" for name in ("Adam8", "Sgd8") for w in ("Half", "BFloat16") for kept in ("Full", 32, 24)
+]
+CODED = ["Adam8Step", "Sgd8Step", "MarkingAdam8Step", "MarkingSgd8Step", *OF_KINDS]  # of 8-bit state
+STEPPING = dict.fromkeys((*STEPS, *OF_KINDS), (True, True))
 # Those that write weights have one that marks beside them.
 MARKING = [f"Marking{name}" for name in ("Cast", "Split", *STEPS)]
 FINDING |= dict.fromkeys(MARKING[:2], (True, True))
@@ -57,16 +62,17 @@ REGISTERS = dict.fromkeys(
     (
         "AdamStep",
         "AmsgradStep",
-        "Adam8Step",
         "MarkingAdamStep",
         "MarkingAmsgradStep",
-        "MarkingAdam8Step",
         "MarkingMomentumStep",
         "MarkingLionStep",
     ),
     128,
 )  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
-TWO_BLOCKS = (100, 120)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
+REGISTERS |= dict.fromkeys(
+    OF_KINDS, 64
+)  # four blocks, three on cards before sm_80; of any kind three, there two of Adam's
+TWO_BLOCKS = (100, 120)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel, but three of CODED
 SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few numbers
 
 # The oldest card, which has the fewest instructions, by `--all`. The others are compiled for with `-m slow`.
@@ -79,7 +85,7 @@ class Compiled(NamedTuple):
     """What NVRTC made for one architecture.
 
     Attributes:
-        kernels: PTX by the name of the functor.
+        kernels: instructions, as PTX, by the name of the functor.
         logs: what ptxas said, by the same.
         size: of all machine code, bytes.
         of: the CUDA release's major and the architecture.
@@ -115,9 +121,9 @@ def cases() -> list[object]:
 
 
 def machine_cases() -> list[object]:
-    """Those whose PTX the suite's machine can execute: CUDA 12's, for cards before sm_100."""
+    """Those whose whole grids are executed: CUDA 12's and the newest. Cards of the same instructions cost no more."""
     found: list[Any] = cases()
-    served = [case for case in found if case.values[0][0] == 12 and case.values[0][1] < 100]
+    served = [case for case in found if case.values[0][0] == 12 or case.values[0][1] == CARDS[13][-1]]
     return served or [pytest.param((0, 0), id="none")]
 
 
@@ -152,7 +158,8 @@ def compiled_for(major: int, arch: int) -> Compiled:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = dict(zip(KERNELS.values(), pool.map(compile_one, KERNELS.values()), strict=True))
     texts = {k.functor.name: [part.rstrip(b"\0").decode() for part in parts[1:]] for k, parts in results.items()}
-    kernels = {name: ptx.split(".visible .entry ", 1)[1] for name, (ptx, _) in texts.items()}
+    # From the body's brace on: before it stand how many blocks there are, and cards differ in these alone.
+    kernels = {name: ptx[ptx.index("{", ptx.index(".visible .entry ")) :] for name, (ptx, _) in texts.items()}
     logs = {name: log for name, (_, log) in texts.items()}
     return Compiled(kernels, logs, sum(len(parts[0]) for parts in results.values()), (major, arch))
 
@@ -164,40 +171,47 @@ def instructions(body: str) -> Counter[str]:
 @pytest.fixture(scope="module")
 def executed(compiled: Compiled) -> dict[str, list[ptx_cases.Executed]]:
     """What one thread of each kernel that writes tensors does, by the name of the functor. All tensors are aligned."""
-    return execute_all(tuple(compiled.kernels.items()))
-
-
-@functools.cache
-def execute_all(kernels: tuple[tuple[str, str], ...]) -> dict[str, list[ptx_cases.Executed]]:
-    """:func:`executed` of PTX by the name of the functor, once where several cards have the same."""
-    one = ptx_cases.OneThread(dict(kernels), {name: kernel.functor.name for name, kernel in KERNELS.items()})
     found: dict[str, list[ptx_cases.Executed]] = {}
-    for case in ptx_cases.all_cases():
-        found.setdefault(case.kernel, []).append(ptx_cases.compare(case, one.execute(case)))
+    missing = {name: text for name, text in compiled.kernels.items() if (name, text) not in EXECUTED}
+    one = ptx_cases.OneThread(missing, {name: kernel.functor.name for name, kernel in KERNELS.items()})
+    for case in ptx_cases.all_cases() if missing else []:
+        if case.kernel in missing:
+            found.setdefault(case.kernel, []).append(ptx_cases.compare(case, one.execute(case)))
+    EXECUTED.update({(name, missing[name]): ran for name, ran in found.items()})
+    for name, text in compiled.kernels.items():
+        if (name, text) in EXECUTED:
+            found[name] = EXECUTED[name, text]
     return found
+
+
+EXECUTED: dict[tuple[str, str], list[ptx_cases.Executed]] = {}
+"""By functor and PTX: once where several cards have the same."""
 
 
 def test_every_operation_is_one_kernel(compiled: Compiled) -> None:
     assert set(compiled.kernels) == {*WIDE, *SINGLE}
     for blocks, names in zip(Blocks, (FINDING, STEPPING, MEASURING, MAPPING, SINGLE), strict=True):
         assert {kernel.functor.name for kernel in KERNELS.values() if kernel.blocks is blocks} == set(names)
-    assert compiled.size < 83_000 * len(KERNELS)  # at most 81,100 a kernel were seen, for sm_120
+    assert compiled.size < 86_500 * len(KERNELS)  # at most 84,700 a kernel were seen, for sm_120
 
 
 def test_arithmetic_is_exact(compiled: Compiled) -> None:
     for name, body in compiled.kernels.items():
         used = instructions(body)
         assert sum(used.values()) > (10 if name in SINGLE else 50), "the reader sees instructions"
+        guesses = {"rcp.approx.ftz.f32", "rsqrt.approx.ftz.f32"} if name in CODED else set()
         inexact = [op for op in used if re.search(r"approx|ftz|\.full|^ex2|^lg2|^rsqrt|^rcp(?!\.rn)|^sin|^cos", op)]
-        assert not inexact, f"{name} uses {inexact}"
+        assert set(inexact) <= guesses, f"{name} uses {inexact}"
+        floors = {"add.rm.f32"} if name in CODED else set()
         rounded = [op for op in used if re.match(r"(add|sub|mul|div|sqrt|fma)\..*f(32|64)$", op)]
-        assert all(".rn." in op for op in rounded), f"{name} uses {rounded}"
+        assert all(".rn." in op or op in floors for op in rounded), f"{name} uses {rounded}"
 
 
 def test_nothing_is_fused(compiled: Compiled) -> None:
+    """But for what puts guesses of roots and quotients right, and an exact product: see csrc/functors/quick.h."""
     for name, body in compiled.kernels.items():
         fused = {op for op in instructions(body) if op.startswith("fma")}
-        assert not fused, f"{name} uses {fused}"
+        assert fused <= ({"fma.rn.f32"} if name in CODED else set()), f"{name} uses {fused}"
 
 
 def test_sums_of_squares_add_floats_where_they_may(compiled: Compiled) -> None:
@@ -217,9 +231,20 @@ def test_steps_divide_and_take_roots_as_the_cpu_does(compiled: Compiled) -> None
     assert used["cvt.rn.f16.f32"] > 0, "float16 weights are rounded in the pass"
     assert not instructions(compiled.kernels["SgdStep"])["div.rn.f32"]
     assert not instructions(compiled.kernels["MomentumStep"])["div.rn.f32"]
-    used = instructions(compiled.kernels["Adam8Step"])
-    assert used["sqrt.rn.f32"] == 16, "of v, and of its share of the block's largest"
-    assert used["div.rn.f32"] == 3 * 8, "the bias correction, the move, the ratio; the reciprocal of the scale is a rcp"
+
+
+def test_steps_of_8_bit_state_put_guesses_right(compiled: Compiled) -> None:
+    """Where eight elements allow it: else, and behind the last whole row, a loop goes over them."""
+    for name in ("Adam8Step", "Adam8Half32Step", "Adam8BFloat16FullStep"):
+        used = instructions(compiled.kernels[name])
+        l2 = 2  # with L2 and without
+        assert used["rsqrt.approx.ftz.f32"] == l2 * 8 + 8, "of v, and of its share of the block's largest"
+        assert used["rcp.approx.ftz.f32"] == l2 * 8 + 1, "of what the move is divided by, and of the scale"
+        assert used["fma.rn.f32"] >= l2 * 8 * (2 + 2 + 2 + 2 + 1 + 2 + 2) + 8 * 2 + 2
+        assert used["sqrt.rn.f32"] == 2 * 2
+        assert used["div.rn.f32"] == 2 * 3, "the bias correction, the move, the ratio"
+        barriers = re.findall(r"bar\.sync", compiled.kernels[name])
+        assert len(barriers) < 30, "none in a loop over rows"
 
 
 @pytest.mark.parametrize("name", list(WIDE))
@@ -257,15 +282,76 @@ def test_a_thread_writes_the_bits_of_the_cpu(executed: dict[str, list[ptx_cases.
     assert {one.name: one.other for one in executed[name]} == {one.name: 0 for one in executed[name]}
 
 
-def machine_of(compiled: Compiled, folder: Path) -> ptx_machine.Machine:
-    """What executes whole grids, as a card would."""
-    texts = {name: compiled.kernels[kernel.functor.name] for name, kernel in KERNELS.items()}
-    return ptx_machine.Machine(ptx_machine.build(folder), texts)
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """None may work while the process is doubled."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def machine_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return ptx_machine.build(tmp_path_factory.mktemp("machine"))
+
+
+def texts_of(compiled: Compiled, names: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """PTX by the name of the kernel, of some."""
+    return tuple((name, compiled.kernels[KERNELS[name].functor.name]) for name in names)
+
+
+class Proved(NamedTuple):
+    """What the proof at first use said of a kernel on whole grids.
+
+    Attributes:
+        words: "" where it passed.
+        executed: instructions, in all.
+        never: how many of the kernel's instructions were not executed.
+        count: how many there are.
+    """
+
+    words: str
+    executed: int
+    never: int
+    count: int
+
+
+@functools.cache
+def proved(library: ctypes.CDLL, name: str, text: str) -> Proved:
+    """Once where several cards have the same instructions."""
+    planted.expected(name)
+    machine = ptx_machine.Machine(library, {name: text})
+    with pytest.MonkeyPatch.context() as patch:
+        ptx_faults.serve(machine, patch)
+        words = proof.prove((name,), 0, proving.HostPlace())[name].words
+    seen = bytes(machine.code(name).seen)
+    return Proved(words, machine.executed, seen.count(0), len(seen))
+
+
+@functools.cache
+def outcomes_of_faults(library: ctypes.CDLL, kernels: tuple[tuple[str, str], ...]) -> dict[str, Counter[str]]:
+    """A few of those that ptx_faults.py plants: by their kind, what became of them."""
+    machine, outcomes = ptx_machine.Machine(library, dict(kernels)), dict[str, Counter[str]]()
+    trials = [ptx_faults.Trial(machine, name, others=1) for name, _ in kernels]
+    with pytest.MonkeyPatch.context() as patch:
+        ptx_faults.serve(machine, patch)
+        for trial in trials:
+            assert trial.right() == ""
+            for fault in ptx_faults.chosen(machine.code(trial.name), 3, seed=1):
+                outcomes.setdefault(fault.kind, Counter())[trial.outcome(fault)] += 1
+    return outcomes
 
 
 # Of the instructions of a kernel, those that no call of the library reaches: masters in 32 bits where there are
-# remainders, counters of steps where a formula counts none.
-NEVER = {"split": 0.13, "split_marking": 0.11, "join": 0.07, "compare": 0.015, "sgd_marking": 0.011}
+# remainders, counters of steps where a formula counts none; and of 8-bit state those of weights that are infinite.
+NEVER = {
+    **{name: 0.016 for name in KERNELS if "8_" in name},
+    **{"adam8": 0.046, "adam8_marking": 0.046, "sgd8": 0.037, "sgd8_marking": 0.037, "adam8_half_24": 0.02},
+    **{"split": 0.13, "split_marking": 0.11, "join": 0.07, "compare": 0.015, "sgd_marking": 0.011},
+}
+MORE_COPIES = 0.08
+"""As much more of the kernels for sm_100 and later, and of CUDA 13's, whose compilers copy such paths more often."""
 OTHERS = [name for name in KERNELS if name not in (*cuda_rows.FIRST, "cast", "split", "join", "l2norm")]
 
 
@@ -273,36 +359,26 @@ OTHERS = [name for name in KERNELS if name not in (*cuda_rows.FIRST, "cast", "sp
 @pytest.mark.parametrize(
     "names", [[name for name in KERNELS if name not in OTHERS], pytest.param(OTHERS, marks=pytest.mark.slow)]
 )
-def test_whole_grids_pass_the_proof(
-    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
-) -> None:
+def test_whole_grids_pass_the_proof(compiled: Compiled, machine_library: ctypes.CDLL, names: list[str]) -> None:
     """Every block and thread, barriers and shuffles, instruction by instruction: what a card does at first use."""
-    for name in names:
-        planted.expected(name)
-    machine = machine_of(compiled, tmp_path)
-    ptx_faults.serve(machine, monkeypatch)
-    found = {name: proof.prove((name,), 0, proving.HostPlace())[name].words for name in names}
-    assert found == dict.fromkeys(names, "")
-    assert machine.executed > 20_000_000
-    never = {name: bytes(machine.code(name).seen).count(0) for name in names}
-    most = {name: NEVER.get(name, 0.008) * len(machine.code(name).seen) + 1 for name in names}
-    too_many = {name: (count, len(machine.code(name).seen)) for name, count in never.items() if count > most[name]}
+    found = {name: proved(machine_library, name, compiled.kernels[KERNELS[name].functor.name]) for name in names}
+    assert {name: one.words for name, one in found.items()} == dict.fromkeys(names, "")
+    assert sum(one.executed for one in found.values()) > 20_000_000
+    more = MORE_COPIES if compiled.of[0] > 12 or compiled.of[1] >= 100 else 0.0
+    too_many = {
+        name: (one.never, one.count)
+        for name, one in found.items()
+        if one.never > (NEVER.get(name, 0.008) + more) * one.count + 1
+    }
     assert too_many == {}, "instructions without a proof, of how many"
 
 
 @by_machine
 def test_faults_in_an_instruction_are_refused(
-    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiled: Compiled, machine_library: ctypes.CDLL, one_torch_thread: None
 ) -> None:
     """A few of those that ptx_faults.py plants; it counts them all."""
-    machine, outcomes = machine_of(compiled, tmp_path), dict[str, Counter[str]]()
-    torch.set_num_threads(1)  # none may work while the process is doubled
-    trials = [ptx_faults.Trial(machine, name, others=1) for name in ("take", "decide_clip", "renew")]
-    ptx_faults.serve(machine, monkeypatch)
-    for trial in trials:
-        assert trial.right() == ""
-        for fault in ptx_faults.chosen(machine.code(trial.name), 3, seed=1):
-            outcomes.setdefault(fault.kind, Counter())[trial.outcome(fault)] += 1
+    outcomes = outcomes_of_faults(machine_library, texts_of(compiled, ("take", "decide_clip", "renew")))
     assert set(outcomes) == set(ptx_faults.KINDS)
     missed, refused = (sum(found[what] for found in outcomes.values()) for what in ("missed", "refused"))
     assert missed <= 0.05 * (missed + refused)
@@ -311,10 +387,9 @@ def test_faults_in_an_instruction_are_refused(
 
 @by_machine
 def test_a_fault_that_never_ends_is_refused(
-    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiled: Compiled, machine_library: ctypes.CDLL, one_torch_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = machine_of(compiled, tmp_path)
-    torch.set_num_threads(1)
+    machine = ptx_machine.Machine(machine_library, dict(texts_of(compiled, ["decide_clip"])))
     trial = ptx_faults.Trial(machine, "decide_clip", others=0)
     ptx_faults.serve(machine, monkeypatch)
     assert trial.right() == ""
@@ -344,6 +419,10 @@ def test_nothing_is_spilled_and_no_atomic_adds_numbers(compiled: Compiled) -> No
         assert spills == [("0", "0", "0")], f"{name}: {log}"
         (registers,) = re.findall(r"Used (\d+) registers", log)
         most = 128 if compiled.of[1] in TWO_BLOCKS else REGISTERS.get(name, 80)
+        if name in CODED and (compiled.of[1] in TWO_BLOCKS or compiled.of[1] < 80):
+            most = 80
+        if name.endswith("Adam8Step") and compiled.of[1] < 80:
+            most = 128
         assert int(registers) <= most, f"{name}: fewer blocks fit than were reckoned with"
     for name, body in compiled.kernels.items():
         used = instructions(body)

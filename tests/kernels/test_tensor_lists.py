@@ -148,10 +148,8 @@ def test_entries_that_are_none_are_part_of_the_form(way: str) -> None:
     one, two = torch.ones(2), torch.ones(2, dtype=torch.float64)
     reading = tensor_lists.read([one, None, two], counts=True)
     assert reading.counts == [0, -1, 0]
-    assert not reading.is_full
     assert reading.types == [Tensor]
     full = tensor_lists.read([one, one, two], reading)
-    assert full.is_full
     assert not full.lies_as(reading)
     assert reading.has_dtypes_of(full)
     assert full.has_dtypes_of(reading)

@@ -12,16 +12,16 @@
 namespace {
 
 enum Op : int32_t {
-    kAdd, kSub, kMul, kMulHi, kMulWide, kMad, kDiv, kRem, kRcp, kSqrt, kNeg, kAbs, kMin, kMax, kAnd, kOr, kXor, kNot, kShl, kShr,
-    kMov, kPack, kUnpack, kSelp, kCvt, kSetp, kBfi, kPrmt, kLdParam, kLdShared, kLdGlobal, kStShared, kStGlobal, kAtomAdd, kAtomOr,
+    kAdd, kSub, kMul, kMulHi, kMulWide, kMad, kFma, kDiv, kRem, kRcp, kSqrt, kRsqrt, kNeg, kAbs, kMin, kMax, kAnd, kOr, kXor, kNot, kShl, kShr,
+    kMov, kPack, kUnpack, kSelp, kCvt, kSetp, kBfi, kBfe, kShf, kPrmt, kLdParam, kLdShared, kLdGlobal, kStShared, kStGlobal, kAtomAdd, kAtomOr,
     kBra, kRet, kBar, kShfl, kNop
 };
 enum Type : int32_t { U8, S8, U16, S16, U32, S32, U64, S64, F16, F32, F64, PRED };
 enum Compare : int32_t { EQ, NE, LT, LE, GT, GE, EQU, NEU, LTU, LEU, GTU, GEU, NUM, NAN_ };
 
 struct Instruction {
-    int32_t op, type, from, extra;  // extra: comparison, target, parameter, or bits of a part
-    int32_t guard, negated, count, down;  // down: rounds toward zero
+    int32_t op, type, from, extra;  // extra: comparison, target, parameter, bits of a part, a guess, a shuffle by xor, how a funnel shifts
+    int32_t guard, negated, count, down;  // down: rounds toward zero, or with 2 down
     int32_t to[4], given[4];
     int64_t offset;
 };
@@ -83,17 +83,30 @@ float of_half(uint64_t half) {
     return sign * std::ldexp(float(mantissa | 0x400u), exponent - 25);
 }
 
+// An approximation is off by one in its last place, up, down or not at all.
+template <class T> T guessed(const Instruction& i, T right) {
+    if constexpr (std::is_same_v<T, float>) {
+        if (i.extra == 0 || !std::isfinite(right)) return right;
+        uint32_t bits;
+        memcpy(&bits, &right, 4);
+        bits += bits % 3u - 1u;
+        memcpy(&right, &bits, 4);
+    }
+    return right;
+}
+
 template <class T> uint64_t arithmetic(const Instruction& i, const uint64_t* r) {
     using U = std::conditional_t<std::is_floating_point_v<T>, T, std::make_unsigned_t<std::conditional_t<std::is_floating_point_v<T>, int, T>>>;
     const T a = as<T>(r[i.given[0]]), b = i.given[1] < 0 ? T() : as<T>(r[i.given[1]]), c = i.given[2] < 0 ? T() : as<T>(r[i.given[2]]);
-    if (i.down != 0) std::fesetround(FE_TOWARDZERO);
-    volatile T x = a, y = b;
+    if (i.down != 0) std::fesetround(i.down == 1 ? FE_TOWARDZERO : FE_DOWNWARD);
+    volatile T x = a, y = b, z = c;
     T result = T();
     switch (i.op) {
         case kAdd: result = T(U(x) + U(y)); break;
         case kSub: result = T(U(x) - U(y)); break;
         case kMul: result = T(U(x) * U(y)); break;
         case kMad: result = T(U(a) * U(b) + U(c)); break;
+        case kFma: if constexpr (std::is_floating_point_v<T>) result = std::fma(T(x), T(y), T(z)); break;
         case kDiv:
             if constexpr (std::is_floating_point_v<T>) result = x / y;
             else result = b == 0 ? T(-1) : T(a / b);
@@ -101,8 +114,9 @@ template <class T> uint64_t arithmetic(const Instruction& i, const uint64_t* r) 
         case kRem:
             if constexpr (!std::is_floating_point_v<T>) result = b == 0 ? a : T(a % b);
             break;
-        case kRcp: result = T(T(1) / x); break;
+        case kRcp: result = guessed(i, T(T(1) / x)); break;
         case kSqrt: if constexpr (std::is_floating_point_v<T>) result = std::sqrt(T(x)); break;
+        case kRsqrt: if constexpr (std::is_floating_point_v<T>) result = guessed(i, T(1) / std::sqrt(T(x))); break;
         case kNeg:
             if constexpr (std::is_floating_point_v<T>) result = -a;
             else result = T(U(0) - U(a));
@@ -255,6 +269,19 @@ void compute(const Instruction& i, uint64_t* r) {
             to = ((r[i.given[1]] & ~field) | ((at >= 64 ? 0 : r[i.given[0]] << at) & field)) & mask;
             return;
         }
+        case kBfe: {  // of 32 bits, behind which are zeros or copies of the sign
+            const uint64_t at = r[i.given[1]] & 255, count = r[i.given[2]] & 255, above = count > 32 ? 32 : 64 - count;
+            const int64_t whole = i.type == S32 ? int64_t(int32_t(r[i.given[0]])) : int64_t(uint32_t(r[i.given[0]]));
+            const uint64_t upper = count == 0 ? 0 : uint64_t(whole >> (at > 63 ? 63 : at)) << above;
+            to = (count == 0 ? 0 : i.type == S32 ? uint64_t(int64_t(upper) >> above) : upper >> above) & mask;
+            return;
+        }
+        case kShf: {  // of 64 bits, of which the second is the upper half
+            const uint64_t given = r[i.given[2]] & 0xffffffffu, by = (i.extra & 2) == 0 ? given & 31 : given > 32 ? 32 : given;
+            const uint64_t both = (r[i.given[0]] & 0xffffffffu) | r[i.given[1]] << 32;
+            to = (i.extra & 1) != 0 ? both << by >> 32 : both >> by & 0xffffffffu;
+            return;
+        }
         case kPrmt: {
             const uint64_t both = (r[i.given[0]] & 0xffffffffu) | r[i.given[1]] << 32;
             uint64_t value = 0;
@@ -291,6 +318,7 @@ struct Machine {
     const Instruction* code;
     const unsigned char* const* arguments;
     unsigned char* seen;  // by instruction: 1 where it was executed, 2 where its guard kept it from that
+    int64_t* counts;      // by instruction: how often it was executed
     int64_t left;
     std::vector<unsigned char> shared;
     int64_t shared_base;
@@ -309,6 +337,7 @@ struct Machine {
             const bool is_kept = i.guard >= 0 && ((r[i.guard] & 1) != 0) == (i.negated != 0);
             seen[at - 1] |= is_kept ? 2 : 1;
             if (is_kept) continue;
+            ++counts[at - 1];
             const int size = kSizes[i.type];
             switch (i.op) {
                 case kNop: break;
@@ -358,10 +387,10 @@ struct Machine {
 }  // namespace
 
 // Runs a grid. `registers` of each thread begin with `constants`; %tid, %ctaid are in `special`. Returns 0, or 1 for an access
-// that is not allowed, 2 where more than `limit` instructions would run. `executed`: how many did; `seen`: see Machine.
+// that is not allowed, 2 where more than `limit` instructions would run. `executed`: how many did; `seen`, `counts`: see Machine.
 extern "C" int ptx_run(const Instruction* code, const uint64_t* constants, int constant_count, int registers, const int* special,
                        int64_t shared_size, int64_t shared_base, int64_t blocks, const unsigned char* const* arguments, int64_t limit,
-                       int64_t* executed, unsigned char* seen) {
+                       int64_t* executed, unsigned char* seen, int64_t* counts) {
     struct sigaction now {}, segv, bus, fpe;
     now.sa_handler = escaped;
     now.sa_flags = SA_NODEFER;
@@ -371,7 +400,7 @@ extern "C" int ptx_run(const Instruction* code, const uint64_t* constants, int c
     static std::vector<uint64_t> files;
     files.assign(size_t(registers) * kThreads, 0);
     static Machine machine;
-    machine = {code, arguments, seen, limit, std::vector<unsigned char>(size_t(shared_size)), shared_base};
+    machine = {code, arguments, seen, counts, limit, std::vector<unsigned char>(size_t(shared_size)), shared_base};
     const int outcome = sigsetjmp(escape, 1);
     if (outcome == 0) {
         for (int64_t block = 0; block < blocks; ++block) {
@@ -393,27 +422,36 @@ extern "C" int ptx_run(const Instruction* code, const uint64_t* constants, int c
                         for (int t = first; t < first + kWarp; ++t) {
                             if (states[t] == kRuns) places[t] = machine.run(places[t], &files[size_t(t) * size_t(registers)], states[t]);
                         }
-                        uint64_t values[kWarp];
-                        for (int lane = 0; lane < kWarp; ++lane) {
-                            const int t = first + lane;
-                            if (states[t] == kShuffles) values[lane] = files[size_t(t) * size_t(registers) + size_t(code[places[t] - 1].given[0])];
-                        }
+                        // Those that a thread's mask names are to be at the same shuffle: it waits for them.
                         for (int lane = 0; lane < kWarp; ++lane) {
                             const int t = first + lane;
                             if (states[t] != kShuffles) continue;
-                            uint64_t* r = &files[size_t(t) * size_t(registers)];
                             const Instruction& i = code[places[t] - 1];
-                            const int from = lane - int(r[i.given[1]] & 31);
-                            const bool is_inside = from >= 0;
-                            const bool is_there = is_inside && (states[first + from] == kShuffles || from < lane);
-                            r[i.to[0]] = (is_there ? values[from] : values[lane]) & 0xffffffffu;
-                            if (i.to[1] >= 0) r[i.to[1]] = is_inside;
+                            const auto file = [&](int other) { return &files[size_t(first + other) * size_t(registers)]; };
+                            const uint32_t mask = uint32_t(file(lane)[i.given[2]]);
+                            bool is_complete = (mask >> lane & 1u) != 0;
+                            uint64_t values[kWarp];
+                            for (int other = 0; other < kWarp; ++other) {
+                                if ((mask >> other & 1u) == 0) continue;
+                                is_complete = is_complete && states[first + other] == kShuffles && places[first + other] == places[t];
+                                values[other] = file(other)[i.given[0]];
+                            }
+                            if (!is_complete) continue;
+                            for (int other = 0; other < kWarp; ++other) {
+                                if ((mask >> other & 1u) == 0) continue;
+                                uint64_t* r = file(other);
+                                const int by = int(r[i.given[1]] & 31), from = i.extra != 0 ? other ^ by : other - by;
+                                const bool is_inside = from >= 0;
+                                r[i.to[0]] = (is_inside && (mask >> from & 1u) != 0 ? values[from] : values[other]) & 0xffffffffu;
+                                if (i.to[1] >= 0) r[i.to[1]] = is_inside;
+                                states[first + other] = kRuns;
+                            }
                             shuffled = true;
                         }
-                        for (int t = first; t < first + kWarp; ++t) states[t] = states[t] == kShuffles ? kRuns : states[t];
                     }
                 }
                 for (int t = 0; t < kThreads; ++t) {
+                    if (states[t] == kShuffles) siglongjmp(escape, 2);  // it would wait for ever
                     if (states[t] != kAtBarrier) continue;
                     states[t] = kRuns;
                     alive = true;

@@ -25,7 +25,6 @@ from ..dtensors import as_piece_of, is_sharded, local
 from ..fused_registry import FusedStepSpec, steps_on_device
 from ..masters import Masters
 from ..params import HALF_DTYPES, ParamPair, is_to_be_mastered, labelled
-from ..state_format import StateFormat
 
 _APART = {"full": torch.float32, "split": torch.int16, "split24": torch.int8}
 HOST = torch.device("cpu")
@@ -55,10 +54,10 @@ def check_served(what: str, params: Iterable[tuple[str, Tensor]]) -> None:
 
 
 class Offload:
-    """A form of state that is kept in host memory; see :class:`~fp16opt.engine.state_format.StateFormat`.
+    """How a class is stepped, as a :class:`~fp16opt.engine.fused_registry.FusedStepSpec` says it, and kept on the host.
 
     Args:
-        inner: the form, of which this one only decides where it lies.
+        inner: the spec; this one only decides where state lies.
         master_weights: the argument.
 
     Raises:
@@ -66,17 +65,14 @@ class Offload:
         RuntimeError: there is too little memory. Nothing is held then.
     """
 
-    def __init__(
-        self, inner: StateFormat, master_weights: str, groups: list[dict[str, Any]], names: dict[int, str]
-    ) -> None:
+    def __init__(self, inner: Any, master_weights: str, groups: list[dict[str, Any]], names: dict[int, str]) -> None:
         check_served('offload="cpu"', labelled(groups, names))
-        self.inner, self.spec, self.needs_number = inner, inner.spec, inner.needs_number
-        self.deciding, self.obstacle = inner.deciding, inner.obstacle
+        self.inner = inner
         self._owner, self._host = os.getpid(), Host()
         self._specs: dict[int, FusedStepSpec] = {}
         wanted: list[tuple[torch.device, Tensor]] = []
         for group in groups:
-            settings = self.spec.settings(group)
+            settings = inner.settings(group)
             for param in filter(is_to_be_mastered, group["params"]):
                 made = _made(inner.spec_for(settings, param), settings, param)
                 tensors = [value for name, value in made.items() if isinstance(value, Tensor) and not _stays(name)]
@@ -84,6 +80,11 @@ class Offload:
                     tensors.append(_meta(param, _APART[master_weights]))
                 wanted += [(local(param).device, local(tensor)) for tensor in tensors]
         asking(self._host.reserve, wanted)
+
+    convert_all = FusedStepSpec.convert_all
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def require_here(self, call: str) -> None:
         """Raise ``RuntimeError`` in a forked child, which has none of this memory."""
@@ -93,8 +94,8 @@ class Offload:
     # -- where it lies -----------------------------------------------------------------------------------------------
 
     def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
-        """The inner form's, whose new state lies on the host."""
-        spec = self.inner.spec_for(settings, model)
+        """The inner spec's, whose new state lies on the host."""
+        spec: FusedStepSpec = self.inner.spec_for(settings, model)
         if id(spec) not in self._specs:
             self._specs[id(spec)] = dataclasses.replace(spec, make_state=functools.partial(self._make, spec))
         return self._specs[id(spec)]
@@ -110,7 +111,7 @@ class Offload:
                 state[name] = as_piece_of(made, value)
 
     def convert(self, state: dict[str, Any], settings: dict[str, Any], model: Tensor) -> None:
-        """As the inner form does, and what it made goes to the host."""
+        """As the inner spec does, and what it made goes to the host."""
         before = dict(state)
         self.inner.convert(state, settings, model)
         self.bring(state, before, model)

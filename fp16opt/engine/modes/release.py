@@ -18,18 +18,15 @@ from torch.optim import Optimizer
 
 from ... import kernels
 from ...kernels.lists import same_walk
-from ...kernels.steps import Factors, StepValues, run_step
+from ...kernels.steps import Factors
 from ...scaling import LossScaler
 from ..dtensors import any_raw_grad, is_sharded, raw_grad, raw_grads, set_raw_grad
 from ..fused_registry import CannotServe, steps_on_device
-from ..fused_step import GroupSettings, ParamState, group_obstacle, pieces_of
 from ..look import Look
-from ..masters import Masters
 from ..model_writes import ModelWrites
-from ..params import ParamPair, ParamTable
+from ..params import ParamPair
 from ..passes import DeviceGradients
 from ..stage import BackwardScale, Check, Interrupted
-from ..state_format import StateFormat
 from ..step import Step
 from ..wrapped_step import run_hooks
 from .sums import SummingState
@@ -51,12 +48,12 @@ def check_release(optimizer: Optimizer, scaler: LossScaler, is_zero: bool) -> No
             "before all gradients are known, and an overflow could not be undone. Use loss_scale=..., or "
             "gradient_release=False."
         )
-    refuse_ranks(ValueError)
     if is_zero or any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
         raise ValueError(
             f"{SAID} takes plain tensors and an optimizer that steps them, got "
             f"{'ZeroRedundancyOptimizer' if is_zero else 'DTensors'}. Use gradient_release=False on shards."
         )
+    refuse_ranks(ValueError)
 
 
 def refuse_ranks(kind: type[Exception]) -> None:
@@ -158,73 +155,6 @@ class ParamSlot:
         return torch.empty_like(model, dtype=dtype, requires_grad=False).copy_(grad)
 
 
-# -- the step of one parameter -----------------------------------------------------------------------------------------
-
-
-class PerParameterStepper:
-    """Fused steps of single parameters, each when its gradient has come.
-
-    Args:
-        state_format, step_count: as :class:`~fp16opt.engine.fused_step.FusedStep` has them.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        params: ParamTable,
-        masters: Masters,
-        state_format: StateFormat,
-        step_count: Callable[[], int],
-    ) -> None:
-        self.optimizer = optimizer
-        self.params = params
-        self.masters = masters
-        self.state_format = state_format
-        self._step_count = step_count
-        self._groups: dict[int, GroupSettings] = {}
-
-    def begin(self) -> None:
-        """A backward begins: the settings of each group are read anew, once."""
-        self._groups.clear()
-
-    def step(
-        self, pair: ParamPair, grad: Tensor, factors: Factors, found_inf: Tensor | None, cache: kernels.CallCache
-    ) -> None:
-        """Step one parameter.
-
-        Args:
-            grad: in the parameter's strides: of its dtype, or float32.
-            found_inf: float32, 0-dim, on the device: where it is 1.0 nothing is written. None: decided already.
-            cache: of this parameter.
-
-        Raises:
-            CannotServe: the kernel can't take it; nothing was stepped.
-        """
-        group = self._group(pair.group)
-        state = ParamState.find(self.optimizer, self.state_format, group.settings, pair)
-        step = state.spec.step(state.tensors, pair.is_apart)
-        columns = {name: (tensor,) for name, tensor in state.tensors.items()}
-        lists = step.lists([grad], (self.masters.operand(pair),), (pair.model,) if pair.is_apart else None, columns)
-        stats = pair.cast.of_row(pair.row) if pair.is_apart else None
-        number = self._step_count() if self.state_format.needs_number or self.masters.needs_number else 0
-        pieces = pieces_of(state.spec, self.masters, [pair])
-        first = [state.is_first] if step.fills_first else False
-        given = StepValues([group.options], [0], factors, stats, found_inf, first, number, pieces)
-        run_step(step.step, lists, given, cache)
-        if state.is_first and (found_inf is None or not bool(found_inf)):
-            state.keep_first()
-        self.masters.ties.pop(id(pair.master), None)
-
-    def _group(self, number: int) -> GroupSettings:
-        if number not in self._groups:
-            group = self.optimizer.param_groups[number]
-            reason = group_obstacle(self.state_format, number, group)
-            if reason:
-                raise CannotServe(reason)
-            self._groups[number] = GroupSettings.of(self.state_format, group)
-        return self._groups[number]
-
-
 # -- the state ---------------------------------------------------------------------------------------------------------
 
 
@@ -235,18 +165,18 @@ class ReleasingState(SummingState):
 
     Args:
         given: as :class:`~fp16opt.engine.gradients.StepState` has them.
-        stepper: steps a parameter whose gradient has come.
         model_writes: is told of weights that were stepped.
 
     Attributes:
+        stepper: steps a parameter whose gradient has come.
         slots: of all parameters, in the order of the table.
     """
 
-    def __init__(self, *given: Any, stepper: PerParameterStepper, model_writes: ModelWrites) -> None:
+    stepper: Any
+
+    def __init__(self, *given: Any, model_writes: ModelWrites) -> None:
         super().__init__(*given)
-        self._me = weakref.ref(self)
         self.slots: list[ParamSlot] = []
-        self._stepper = stepper
         self._model_writes = model_writes
         self._waits = kernels.is_host(self.device)  # writes by others are looked for on the host
         self._handles: list[Any] = []
@@ -365,7 +295,6 @@ class ReleasingState(SummingState):
         if self._unfrozen():
             self._make_slots()
         self._model_writes.sync(waits=self._waits)
-        self._stepper.begin()
         scale = BackwardScale.of(scaler)
         self.stage = Releasing(scale, Arrivals(), () if loss is None else (loss,))
         self.backwards += 1
@@ -418,9 +347,9 @@ class ReleasingState(SummingState):
             self._model_writes.expect(pair)  # an exception may come the moment the kernel returns
         try:
             if steps_on_device(found.device):
-                self._stepper.step(pair, grad, factors, found, slot.step_cache)
+                self.stepper.step_one(pair, grad, factors, found, slot.step_cache)
             elif not bool(found):
-                self._stepper.step(pair, grad, factors, None, slot.step_cache)
+                self.stepper.step_one(pair, grad, factors, None, slot.step_cache)
         except CannotServe as reason:
             raise RuntimeError(
                 f"parameter {pair.name!r} can't be stepped in one pass any more: {reason}. gradient_release has no "
@@ -531,7 +460,7 @@ class ReleasingState(SummingState):
 
 
 class ReleasedStep:
-    """A :class:`~fp16opt.engine.wrapped_step.Stepper` for parameters that were stepped in backward."""
+    """The step, as :class:`~fp16opt.engine.wrapped_step.WrappedStep` is one, where backward has stepped parameters."""
 
     rounded_all = False
 

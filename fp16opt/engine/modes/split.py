@@ -19,7 +19,7 @@ from ... import kernels
 from ...kernels.calls import Entries
 from .. import errors
 from ..dtensors import as_piece_of, different_bits, is_sharded, local, pieces, raw_grad, set_raw_grad
-from ..masters import hold, ordinary_parameters
+from ..masters import Masters, hold, ordinary_parameters
 from ..params import MASTER_OF, DeviceParams, ParamPair, ParamTable
 
 
@@ -77,7 +77,7 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
-class SplitMasters:
+class SplitMasters(Masters):
     """Remainders, which with the model's weights make masters.
 
     The weights are the model's own tensors, so a write to them is a refresh: it drops the remainders of the tensor.
@@ -88,7 +88,6 @@ class SplitMasters:
     """
 
     keeps_gradients = False
-    are_apart = True
     are_whole = False
     mixed_in: Any = RefusesWrites
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -15,7 +16,6 @@ from ...kernels.pieces import WHOLE, Piece
 from ..dtensors import as_piece_of, cuts_of, is_sharded, local, piece_of, pieces
 from ..fused_registry import FUNCTORS, CannotServe, FusedStepSpec, check_fp32_state, fused_spec_for, new_counter
 from ..schema import HOW_SAVED, check_form, check_outside, is_ours
-from ..state_format import FullState, StateFormat
 
 LEAST, LEAST_ROW = 4096, 64
 """Elements from which on a parameter's state is kept in 8 bits: in all, and in one index of its first dimension."""
@@ -169,8 +169,8 @@ def _check_codes(name: str, tensor: object, master: Tensor) -> None:
     return None
 
 
-def make_state_format(asked: str, cls: type) -> StateFormat:
-    """How the state of optimizers of a class is kept.
+def spec_of(asked: str, cls: type) -> FusedStepSpec | None:
+    """How optimizers of a class are stepped in one pass, and how their state is kept; None where no kernel steps them.
 
     Args:
         asked: ``optimizer_state`` of the wrapper.
@@ -180,52 +180,52 @@ def make_state_format(asked: str, cls: type) -> StateFormat:
     """
     spec = fused_spec_for(cls)
     if asked == "fp32":
-        return FullState(spec)
+        return spec
     if spec is None or not any(spec is FUNCTORS[name] for name in ("sgd", "adam", "adamw")):
         raise ValueError(
             f'optimizer_state="8bit" needs the one-pass step, which can\'t be had: {cls.__name__} is not exactly SGD, '
             'Adam or AdamW of torch.optim. Use optimizer_state="fp32".'
         )
-    return EightBitState(spec)
+    return EightBitSpec(**{each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)})
 
 
-class EightBitState:
-    """Codes of 8 bits, and one FP32 scale for each 128 of them; FP32 state where :func:`coded_piece` says so.
+class EightBitSpec(FusedStepSpec):
+    """Of SGD, Adam or AdamW with codes of 8 bits, and one FP32 scale for each 128 of them.
 
     Adam and AdamW: ``exp_avg_codes`` (int8), ``exp_avg_sq_codes`` (uint8), ``exp_avg_sq_scales`` and the number
-    ``ratio_limit``. SGD: ``momentum_codes`` (int8) and ``momentum_scales``.
-
-    Args:
-        spec: of the wrapped optimizer's class: SGD, Adam or AdamW.
+    ``ratio_limit``. SGD: ``momentum_codes`` (int8) and ``momentum_scales``. Where :func:`coded_piece` says so state is
+    FP32, and it is the class's own spec.
     """
 
     needs_number = True
 
-    def __init__(self, spec: FusedStepSpec) -> None:
-        self.spec = self._full = spec
-        self._is_sgd = spec is FUNCTORS["sgd"]
+    @functools.cached_property
+    def _is_sgd(self) -> bool:
+        return "momentum" in self.numbers
+
+    @functools.cached_property
+    def _coded(self) -> FusedStepSpec:
         if self._is_sgd:
             parts: dict[str, Any] = {"state_names": _momentum, "make_state": _make_momentum}
         else:
             parts = {"state_names": _moments, "make_state": _make_moments}
-        self._coded = dataclasses.replace(
-            self._full, step=state8.named_step, check_state=_check_codes, piece=coded_piece, **parts
-        )
+        return dataclasses.replace(self, step=state8.named_step, check_state=_check_codes, piece=coded_piece, **parts)
 
     def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
         """The coded step where :func:`coded_piece` has one; the class's own FP32 step elsewhere, and for plain SGD."""
-        if self._is_sgd and not settings["momentum"]:
-            return self._full
-        return self._full if coded_piece(model) is None else self._coded
+        if (self._is_sgd and not settings["momentum"]) or coded_piece(model) is None:
+            return self
+        return self._coded
 
     def deciding(self, settings: dict[str, Any]) -> tuple[Any, ...]:
         """Names of state tensors; for Adam also the limit of its codes, which follows from the betas."""
-        names = self._full.state_names(settings)
+        names = self.state_names(settings)
         return names if self._is_sgd else (*names, _limit(settings))
 
-    def obstacle(self, group: dict[str, Any]) -> str:
-        """AMSGrad's: its maximum of v has no code."""
-        return "amsgrad=True, whose largest v so far has no 8-bit form" if group.get("amsgrad") else ""
+    def group_obstacle(self, group: dict[str, Any]) -> str:
+        """Also AMSGrad's: its maximum of v has no code."""
+        amsgrad = "amsgrad=True, whose largest v so far has no 8-bit form" if group.get("amsgrad") else ""
+        return amsgrad or super().group_obstacle(group)
 
     def convert(self, state: dict[str, Any], settings: dict[str, Any], model: Tensor) -> None:
         """Encode FP32 state, rounded to nearest; encode anew what was encoded with other betas."""

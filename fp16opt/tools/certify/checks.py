@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...optimizer import MixedPrecisionOptimizer
 from .closures import closure_calls
 from .comparing import difference, everything, same_bits, states_of, tensors_of
 from .fused import fused_step
@@ -32,8 +33,9 @@ def certify(optimizer_factory: Factory) -> Report:
     gradients give the same bits, whatever the random state), ``closure`` (it steps without one; what
     :func:`closure_calls` says is told), ``found_inf`` (torch's protocol for skipping on the device is honoured, on the
     first step too), ``state_dict`` (a round trip goes on alike), ``capturable`` (a step can be captured in a CUDA
-    graph), ``fused_step`` (a class given to :func:`fp16opt.register_fused_step` steps as the functor does). All but
-    ``capturable`` run on the CPU.
+    graph), ``fused_step`` (a class given to :func:`fp16opt.register_fused_step` steps as the functor does), ``wrapped``
+    (in the wrapper, at a loss scale, it steps FP32 weights to the same bits as alone). All but ``capturable`` run on
+    the CPU.
 
     Args:
         optimizer_factory: Called with a list of FP32 parameters, returns an optimizer over them. Called many times.
@@ -267,6 +269,26 @@ def _captures(trial: Trial) -> Check:
     return Check(True, "a captured step can be replayed")
 
 
+def _wrapped(trial: Trial) -> Check:
+    if trial.setting.kind == "closure":
+        return Check(None, "needs a closure")
+    alone, (params, inner) = trial.make(), trial.make()
+    wrapped = MixedPrecisionOptimizer(inner, loss_scale=64.0, fused_step=False)
+    for step in range(_STEPS):
+        torch.manual_seed(step)
+        trial.train(*alone, 1, first=step)
+        for param, grad in zip(params, trial.gradients(params, step), strict=True):
+            param.grad = grad * 64.0
+        torch.manual_seed(step)
+        wrapped.update_master_grads()
+        wrapped.step()
+        wrapped.zero_grad()
+        if not same_bits([param.detach() for param in params], [param.detach() for param in alone[0]]):
+            told = f"step {step + 1} in the wrapper, at a loss scale of 64, moves parameters otherwise: it holds "
+            return Check(False, f"{told}parameters elsewhere than in param_groups, or works on the model's gradients")
+    return Check(True, "steps to the same bits in the wrapper, at a loss scale of 64")
+
+
 _CHECKS: dict[str, Callable[[Trial], Check]] = {
     "none_grad": _none_grad,
     "fp32_state": _fp32_state,
@@ -276,4 +298,5 @@ _CHECKS: dict[str, Callable[[Trial], Check]] = {
     "state_dict": _state_dict,
     "capturable": _capturable,
     "fused_step": fused_step,
+    "wrapped": _wrapped,
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["Check", "Report"]
 
-_NEEDED = ("none_grad", "fp32_state", "deterministic", "state_dict")
+_NEEDED = ("none_grad", "fp32_state", "deterministic", "state_dict", "wrapped")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether none of none_grad, fp32_state, deterministic and state_dict failed. The others choose modes."""
+        """Whether none_grad, fp32_state, deterministic, state_dict and wrapped didn't fail. The others choose modes."""
         return all(self.checks[name].passed is not False for name in _NEEDED if name in self.checks)
 
     def __str__(self) -> str:

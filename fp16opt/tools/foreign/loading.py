@@ -16,7 +16,7 @@ from ...engine.schema import state_keys
 from ...optimizer import MixedPrecisionOptimizer
 from ...saved_objects import read
 from ...scaling import DynamicLossScaler
-from . import deepspeed, single_files
+from . import dcp, deepspeed, single_files
 from .found import Found, Scale, refuse
 
 _FILES: dict[str, Callable[[Any, Path], Found]] = {
@@ -27,7 +27,7 @@ _FILES: dict[str, Callable[[Any, Path], Found]] = {
     "flashoptim": single_files.flashoptim,
     "lightning": single_files.lightning,
 }
-KINDS = ("auto", "deepspeed", "trainer", *_FILES)
+KINDS = ("auto", "deepspeed", "trainer", "dcp", *_FILES)
 _PREFIXES = ("", "module.", "model.", "_forward_module.", "_orig_mod.")
 _KEPT = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize"}  # how, not what
 
@@ -56,14 +56,16 @@ def load_foreign(path: Any, model: torch.nn.Module, optimizer: Optimizer, kind: 
     buffers and parameters that the optimizer does not have get the file's values, where it has them.
 
     Args:
-        path: A file of ``torch.save``; or a folder: of DeepSpeed (ZeRO 1 or 2, all ranks' files), or of Hugging Face's
-            Trainer.
-        model: The module that ``optimizer`` trains, on one rank.
+        path: A file of ``torch.save``; or a folder: of DeepSpeed (ZeRO 1 or 2, all ranks' files), of Hugging Face's
+            Trainer, or of torch.distributed.checkpoint.
+        model: The module that ``optimizer`` trains, on one rank; of kind "dcp" sharded in any way,
+            with a call on all ranks.
         optimizer: The wrapper, or a trainer's optimizer that holds it. Its own ``load_state_dict`` does the loading,
             and checks every shape and setting.
         kind: "auto" tells it by the keys. "deepspeed"; "megatron": ``Float16OptimizerWithFloat16Params``; "fairseq":
             FP16 optimizers, flat or not, whose masters are the 16-bit weights; "apex": FP16_Optimizer; "amp": apex.amp,
-            O2; "flashoptim"; "trainer" and "lightning": FP32 runs, with or without a GradScaler.
+            O2; "flashoptim"; "trainer" and "lightning": FP32 runs, with or without a GradScaler; "dcp": an FP32 run
+            that saved torch's ``get_state_dict`` by torch.distributed.checkpoint.
 
     Returns:
         What was taken.
@@ -104,6 +106,8 @@ def load_foreign(path: Any, model: torch.nn.Module, optimizer: Optimizer, kind: 
     from ...distributed.modules import parameter_names, unwrapped
     from ...engine.arguments import clean
 
+    if kind in ("auto", "dcp") and (where / ".metadata").is_file() and not _is_ours(where):
+        return Loaded("dcp", *dcp.load(where, model, optimizer), None)
     names = parameter_names(model)
     found = _find(where, kind)
     if single_files.is_own(found.optimizer):
@@ -122,15 +126,13 @@ def _find(path: Path, kind: str) -> Found:
     if kind == "deepspeed" or (kind == "auto" and deepspeed.folder_of(path) is not None):
         return deepspeed.find(path)
     if path.is_dir():
-        from ...distributed.files import MANIFEST
-
-        if (path / MANIFEST).is_file():
+        if _is_ours(path):
             raise refuse(path, "was saved by fp16opt.distributed", "Load it with fp16opt.distributed.load.")
         if kind not in ("auto", "trainer") or not (path / "optimizer.pt").is_file():
             raise refuse(path, "this folder has neither DeepSpeed's files nor an optimizer.pt", "Pass the file itself.")
         return single_files.trainer_folder(path)
-    if kind == "trainer":
-        raise refuse(path, "is a file", "Pass the folder that the Trainer wrote, checkpoint-NUMBER.")
+    if kind in ("trainer", "dcp"):
+        raise refuse(path, "is a file", "Pass the folder that was written, of a Trainer checkpoint-NUMBER.")
     saved = read(path)
     if single_files.has_own(saved):
         raise _own(path)
@@ -139,6 +141,12 @@ def _find(path: Path, kind: str) -> Found:
         keys = ", ".join(sorted(map(repr, saved))[:8]) if isinstance(saved, Mapping) else type(saved).__name__
         raise refuse(path, f"is of no known kind; it holds {keys}", f"Name its kind: one of {', '.join(KINDS[1:])}.")
     return _FILES[kind](saved, path)
+
+
+def _is_ours(folder: Path) -> bool:
+    from ...distributed.files import MANIFEST
+
+    return (folder / MANIFEST).is_file()
 
 
 def _own(path: Path) -> ValueError:

@@ -19,6 +19,13 @@ from .script import Facts, Scaling, called, facts_of, is_given_a_loss, name_of, 
 from .sources import Source, UnreadableError, read
 
 
+class Limit(NamedTuple):
+    """What a line clips to: whether by the norm, and its numbers as they stand there."""
+
+    is_norm: bool
+    numbers: str
+
+
 class Found(NamedTuple):
     """A line that a rule knows."""
 
@@ -26,10 +33,21 @@ class Found(NamedTuple):
     line: int
     text: str
     rule: Rule
+    limit: Limit | None = None
+
+    @property
+    def write(self) -> str:
+        """What to write, with the numbers that stand in the line."""
+        if self.limit is None:
+            return self.rule.write
+        advice = self.rule.write
+        if not self.limit.is_norm:
+            advice = advice.replace("clip_master_grads(", "clip_master_values(").replace("grad_norm_(", "grad_value_(")
+        return advice.replace("1.0)", f"{self.limit.numbers})", 1)
 
     def __str__(self) -> str:
         silent = " (nothing tells of it while it runs)" if self.rule.is_silent else ""
-        return f"{self.path}:{self.line}: {self.text}{silent}\n    write: {self.rule.write}"
+        return f"{self.path}:{self.line}: {self.text}{silent}\n    write: {self.write}"
 
 
 class From(enum.Flag):
@@ -123,12 +141,32 @@ def look(path: str | os.PathLike[str]) -> tuple[list[Found], Scaling]:
     return _in_order(walk.found, source), facts.scaling
 
 
-def _in_order(rules_at: set[tuple[int, Rule]], source: Source) -> list[Found]:
+def _in_order(rules_at: dict[tuple[int, Rule], Limit | None], source: Source) -> list[Found]:
     found = []
-    for line, rule in sorted(rules_at, key=lambda one: (one[0], one[1].row)):
+    for (line, rule), limit in sorted(rules_at.items(), key=lambda one: (one[0][0], one[0][1].row)):
         path, number = source.places[line - 1]
-        found.append(Found(path, number, source.lines[line - 1].strip(), rule))
+        found.append(Found(path, number, source.lines[line - 1].strip(), rule, limit))
     return found
+
+
+def _limit_of(node: ast.AST) -> Limit | None:
+    """What a clip in a line clips to; None where there is none, or its numbers are not those of a symmetric range."""
+    for call in ast.walk(node):
+        if not isinstance(call, ast.Call):
+            continue
+        name, named = called(call), {word.arg: ast.unparse(word.value) for word in call.keywords}
+        given = [ast.unparse(argument) for argument in call.args]
+        if name in _CLIPS and "mode" not in named:
+            is_norm = "value" not in name
+            here = given[1:] if "parameters" not in named else given
+            here += [named[key] for key in ("max_norm", "clip_value") if key in named]
+            more = [f"{key}={named[key]}" for key in ("norm_type", "error_if_nonfinite") if key in named]
+            numbers = here[: 3 if name.startswith("clip_grad_norm") else 1] + more
+            return Limit(is_norm, ", ".join(numbers)) if here else None
+        if name in ("clamp", "clamp_", "clip", "clip_"):
+            lowest, highest = given[-2:] if len(given) > 1 else [named.get("min", ""), named.get("max", "")]
+            return Limit(False, highest) if highest and lowest == f"-{highest}" else None
+    return None
 
 
 class _Walk:
@@ -136,7 +174,7 @@ class _Walk:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.found: set[tuple[int, Rule]] = set()
+        self.found: dict[tuple[int, Rule], Limit | None] = {}
         self.names: dict[str, From] = {}
         self.attributes: dict[str, From] = {}
         self.scope = ""
@@ -265,7 +303,7 @@ class _Walk:
 
     def judge(self, node: ast.AST) -> None:
         for rule in self.rules_of(node):
-            self.found.add((int(getattr(node, "lineno", 1)), rule))
+            self.found.setdefault((int(getattr(node, "lineno", 1)), rule), _limit_of(node))
 
     def rules_of(self, node: ast.AST) -> Iterator[Rule]:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -93,8 +93,8 @@ class Seen:
 class Rounds:
     """Runs a round of a loop some times, and watches.
 
-    Calls are seen by ``sys.setprofile``, by whatever name a script has imported a function. Whoever has a profiler of
-    Python's own running loses these rounds from it.
+    Calls are seen by ``sys.setprofile``, by whatever name a script has imported a function. A Python
+    profiler of the user's that is running loses these rounds.
 
     Args:
         train_step: one round, from the forward to the step.

@@ -1,6 +1,6 @@
-"""Fused steps: what SGD, Adam, AdamW or Lion would do, by one kernel, from the scaled gradient to the 16-bit weight.
+"""One-pass steps: what SGD, Adam, AdamW or Lion would do, by one kernel, from the scaled gradient to the 16-bit weight.
 
-:class:`FusedStep` keeps one plan for each device: which rows a kernel call takes, with the tuples of masters, models
+:class:`OnePassStep` keeps one plan for each device: which rows a kernel call takes, with the tuples of masters, models
 and state that it gets. A step with the same parameters, the same rows with gradients and the same state tensors uses
 the plan again; anything else makes a new one, which checks all state before anything is written.
 """
@@ -8,19 +8,18 @@ the plan again; anything else makes a new one, which checks all state before any
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..kernels import CallCache, backend
+from ..kernels import CallCache, CastStats, backend
 from ..kernels.backends import captures
 from ..kernels.lists import is_dense
 from ..kernels.pieces import WHOLE, Piece
 from ..kernels.readings import Rows
-from ..kernels.steps import NamedStep, StepValues, run_step
+from ..kernels.steps import Factors, NamedStep, StepValues, run_step
 from ..kernels.tensor_lists import all_there, are_items, hold
 from . import errors
 from .config import INSTEAD, NO_MASTERS, Config
@@ -39,7 +38,6 @@ from .look import Look
 from .masters import Masters
 from .params import HALF_DTYPES, DeviceParams, ParamPair, ParamTable, labelled
 from .passes import GradsToStep
-from .state_format import StateFormat
 from .step import Step
 from .wrapped_step import WrappedStep, has_own_step, run_hooks
 
@@ -49,7 +47,7 @@ from .wrapped_step import WrappedStep, has_own_step, run_hooks
 def check_one_pass(
     config: Config,
     optimizer: Optimizer,
-    state_format: StateFormat,
+    spec: FusedStepSpec | None,
     groups: list[dict[str, Any]],
     names: dict[int, str],
     first: int = 0,
@@ -66,10 +64,10 @@ def check_one_pass(
     what = config.required_by or ("fused_step=True" if is_new and config.fused_step is True else "")
     if not what:
         return
-    of_groups = (group_obstacle(state_format, number, group) for number, group in enumerate(groups, first))
+    of_groups = (group_obstacle(spec, number, group) for number, group in enumerate(groups, first))
     reason = (
         config.rules_one_pass_out
-        or optimizer_obstacle(optimizer, state_format)
+        or optimizer_obstacle(optimizer, spec)
         or params_obstacle(labelled(groups, names, first), config.master_weights == "split24")
         or next(filter(None, of_groups), "")
     )
@@ -77,14 +75,13 @@ def check_one_pass(
         raise ValueError(f"{what} needs the one-pass step, which can't be had: {reason}. Use {INSTEAD[what]}.")
 
 
-def optimizer_obstacle(optimizer: Optimizer, state_format: StateFormat) -> str:
+def optimizer_obstacle(optimizer: Optimizer, spec: FusedStepSpec | None) -> str:
     """Why no kernel can step ``optimizer``, whatever its groups say, in words; "" where one can. No sync."""
-    if state_format.spec is None:
+    if spec is None:
         return no_fused_step(type(optimizer))
     if has_own_step(optimizer):
         return f"the step of this {type(optimizer).__name__} was replaced"
-    reason: str = state_format.spec.optimizer_obstacle(optimizer)
-    return reason
+    return spec.optimizer_obstacle(optimizer)
 
 
 def params_obstacle(params: Iterable[tuple[str, Tensor]], needs_place: bool) -> str:
@@ -110,28 +107,42 @@ def params_obstacle(params: Iterable[tuple[str, Tensor]], needs_place: bool) -> 
     return ""
 
 
-def group_obstacle(state_format: StateFormat, number: int, group: dict[str, Any]) -> str:
+def group_obstacle(spec: Any, number: int, group: dict[str, Any]) -> str:
     """Why no kernel can step a group with this number, as its settings are now; "" where one can. No sync."""
-    reason = state_format.obstacle(group) or state_format.spec.group_obstacle(group)
+    reason = spec.group_obstacle(group)
     return f"group {number} has {reason}" if reason else ""
 
 
 # -- settings and state ------------------------------------------------------------------------------------------------
 
 
-class ReadGroup(NamedTuple):
-    """What a group's settings were found to mean, for as long as all of them stay the very same objects.
+class Settings(NamedTuple):
+    """What a group's settings mean to a kernel, for as long as all of them stay the very same objects.
 
     Attributes:
         names, values: the group's keys, and what it held there.
-        obstacle: why no kernel can step it, in words; "" where one can.
-        settings: None where none can.
+        obstacle: why no kernel can step it, in words; "" where one can. Then the others are empty.
+        settings: under the names that the functor's own class has for them.
+        options: the kernel's.
+        deciding: what of them decides which state a step needs.
     """
 
     names: list[str]
     values: list[Any]
     obstacle: str
-    settings: GroupSettings | None
+    settings: dict[str, Any]
+    options: Any = None
+    deciding: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, spec: Any, number: int, group: dict[str, Any]) -> Settings:
+        """Of the group with this number, as it is now. No sync."""
+        reason = group_obstacle(spec, number, group)
+        held = list(group), list(group.values())
+        if reason:
+            return cls(*held, reason, {})
+        settings = spec.settings(group)
+        return cls(*held, "", settings, spec.options(settings), spec.deciding(settings))
 
     def is_of(self, group: dict[str, Any]) -> bool:
         """Whether the group is as it was."""
@@ -146,29 +157,8 @@ class ReadGroup(NamedTuple):
         return kinds <= {int, float, bool, str, type(None)} and not held.get("capturable")
 
 
-class GroupSettings(NamedTuple):
-    """What a group's settings mean to a fused step now.
-
-    Attributes:
-        settings: under the names that the functor's own class has for them.
-        options: the kernel's.
-        deciding: what of them decides which state a step needs.
-    """
-
-    settings: dict[str, Any]
-    options: Any
-    deciding: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, state_format: StateFormat, group: dict[str, Any]) -> GroupSettings:
-        """Of a group in which nothing stands in the way. No sync."""
-        spec = state_format.spec
-        settings = spec.settings(group)
-        return cls(settings, spec.options(settings), state_format.deciding(settings))
-
-
 class ParamState(NamedTuple):
-    """The state of one parameter as a fused step takes it.
+    """The state of one parameter as a kernel takes it.
 
     Attributes:
         spec: how it is stepped.
@@ -182,98 +172,120 @@ class ParamState(NamedTuple):
     tensors: dict[str, Tensor]
     made: dict[str, Any]
 
-    @property
-    def is_first(self) -> bool:
-        """Whether the state holds nothing yet."""
-        return bool(self.made)
-
     @classmethod
-    def find(
-        cls, optimizer: Optimizer, state_format: StateFormat, settings: dict[str, Any], pair: ParamPair
-    ) -> ParamState:
+    def find(cls, optimizer: Optimizer, spec: Any, settings: dict[str, Any], pair: ParamPair) -> ParamState:
         """Find it, in the format in which it is kept; made as torch makes it where there is none. No sync.
 
         Raises:
             CannotServe: the kernel can't take what is there.
         """
-        spec = state_format.spec_for(settings, pair.model)
-        names = spec.state_names(settings)
+        mine = spec.spec_for(settings, pair.model)
+        names = mine.state_names(settings)
         if not names:
-            return cls(spec, None, {}, {})
+            return cls(mine, None, {}, {})
         entry = optimizer.state[pair.master]
-        state_format.convert(entry, settings, pair.model)
-        if spec.fills_first and any(entry.get(name) is None for name in names):
+        spec.convert(entry, settings, pair.model)
+        if mine.fills_first and any(entry.get(name) is None for name in names):
             made: dict[str, Any] = {}
-            spec.make_state(made, settings, pair.model)
-            return cls(spec, entry, {name: made[name] for name in names}, made)
+            mine.make_state(made, settings, pair.model)
+            return cls(mine, entry, {name: made[name] for name in names}, made)
         if not entry:
-            spec.make_state(entry, settings, pair.model)
+            mine.make_state(entry, settings, pair.model)
         counter_to_device(entry, pair.master.device)
         for name in names:
-            spec.check_state(name, entry.get(name), pair.model)
-        return cls(spec, entry, {name: entry[name] for name in names}, {})
-
-    def keep_first(self) -> None:
-        """The first step was taken: the optimizer keeps the state that it filled."""
-        if self.entry is not None:
-            self.entry.update(self.made)
+            mine.check_state(name, entry.get(name), pair.model)
+        return cls(mine, entry, {name: entry[name] for name in names}, {})
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _KernelCall:
-    """One kernel call: rows of a device that are stepped alike, with state of the same names.
+class KernelCall(NamedTuple):
+    """One kernel call: rows that are stepped alike, with state of the same names.
 
     Attributes:
-        on_weights: whether its masters lie on the weights' memory; else models are rounded from masters.
         step: the kernel's.
-        rows: of the device.
-        states: of each of the rows.
-        masters, models, state: by row of the device, None in other rows.
-        group_of: by row of the device: the group's number.
-        first: by row of the device: whether its state holds nothing yet; False where it does in none.
-        pieces: by row of the device, where that matters: see :func:`pieces_of`.
+        rows: those that it takes.
+        states: of each of these.
+        masters, state: by row, None in others.
+        models: the same; None where masters lie on the weights' memory, so that none is rounded.
+        group_of: by row: the group's number.
+        first: by row: whether its state holds nothing yet; False where it does in none.
+        pieces: by row, where that matters: see :func:`pieces_of`.
     """
 
-    spec: FusedStepSpec
-    on_weights: bool
     step: NamedStep
-    rows: list[int] = field(default_factory=list)
-    states: list[ParamState] = field(default_factory=list)
-    masters: tuple[Tensor | None, ...] = ()
-    models: tuple[Tensor | None, ...] = ()
-    state: dict[str, tuple[Tensor | None, ...]] = field(default_factory=dict)
-    group_of: tuple[int, ...] = ()
-    first: bool | list[bool] = False
-    pieces: tuple[Piece, ...] | None = None
-    cache: CallCache = field(default_factory=CallCache)
+    rows: list[int]
+    states: list[ParamState]
+    masters: tuple[Tensor | None, ...]
+    models: tuple[Tensor | None, ...] | None
+    state: dict[str, tuple[Tensor | None, ...]]
+    group_of: tuple[int, ...]
+    first: bool | list[bool]
+    pieces: tuple[Piece, ...] | None
+    cache: CallCache
 
-    def close(self, found_inf: Tensor | None) -> None:
-        """The kernel has run: the optimizer keeps the state that a first step has filled, if it was not skipped."""
+    @classmethod
+    def of(
+        cls,
+        taken: list[tuple[int, ParamPair, ParamState]],
+        models: Sequence[Tensor],
+        masters: Masters,
+        cache: CallCache | None = None,
+    ) -> KernelCall:
+        """Lay rows out, of which each is taken with its parameter and its state, over all rows of ``models``."""
+        rows, pairs, states = map(list, zip(*taken, strict=True))
+        spec, names, count = states[0].spec, states[0].tensors, len(models)
+        is_apart = pairs[0].is_apart
+        first = [bool(made) for made in _spread(count, rows, [state.made for state in states])]
+        columns = {name: pieces([state.tensors[name] for state in states]) for name in names}
+        of_whole = pieces_of(spec, masters, pairs)
+        return cls(
+            spec.step(names, is_apart),
+            rows,
+            states,
+            _spread(count, rows, pieces([masters.operand(pair) for pair in pairs])),
+            _spread(count, rows, [models[row] for row in rows]) if is_apart else None,
+            {name: _spread(count, rows, column) for name, column in columns.items()},
+            tuple(number or 0 for number in _spread(count, rows, [pair.group for pair in pairs])),
+            first if any(first) else False,
+            None if of_whole is None else tuple(piece or WHOLE for piece in _spread(count, rows, of_whole)),
+            CallCache() if cache is None else cache,
+        )
+
+    def run(
+        self,
+        options: Any,
+        grads: Sequence[Tensor | None],
+        weights: Sequence[Tensor | None],
+        factors: Factors,
+        cast: CastStats | None,
+        found_inf: Tensor | None,
+        number: int,
+    ) -> None:
+        """Step. The optimizer keeps the state that a first step has filled, if it was not skipped.
+
+        Args:
+            options: the kernel's, by group.
+            grads: by row.
+            weights: the models, as they were read; by row.
+            cast: what a kernel says of the weights that it has rounded.
+            found_inf: float32, 0-dim: where it is 1.0 nothing is written. None: decided already.
+            number: of the step.
+        """
+        models = weights
+        if len(self.rows) < len(grads):
+            models = self.models or ()
+            grads = [None if master is None else grad for grad, master in zip(grads, self.masters, strict=True)]
+        is_apart, first = self.models is not None, self.first if self.step.fills_first else False
+        stats = cast if is_apart else None
+        given = StepValues(options, self.group_of, factors, stats, found_inf, first, number, self.pieces)
+        lists = self.step.lists(grads, self.masters, models if is_apart else None, self.state)
+        run_step(self.step.step, lists, given, self.cache)
         if self.first and (found_inf is None or not bool(found_inf)):
             for state in self.states:
-                state.keep_first()
-
-    def fill(self, device: DeviceParams, masters: Masters) -> None:
-        """Lay the rows that were collected out over the rows of the device."""
-        count = len(device)
-        pairs = [device.pairs[row] for row in self.rows]
-        names = self.states[0].tensors
-        self.masters = _spread(count, self.rows, pieces([masters.operand(pair) for pair in pairs]))
-        self.models = _spread(count, self.rows, [device.models[row] for row in self.rows])
-        columns = {name: pieces([state.tensors[name] for state in self.states]) for name in names}
-        self.state = {name: _spread(count, self.rows, column) for name, column in columns.items()}
-        of_whole = pieces_of(self.spec, masters, pairs)
-        if of_whole is not None:
-            by_row = dict(zip(self.rows, of_whole, strict=True))
-            self.pieces = tuple(by_row.get(row, WHOLE) for row in range(count))
-        group_of, first = [0] * count, [False] * count
-        for row, pair, state in zip(self.rows, pairs, self.states, strict=True):
-            group_of[row], first[row] = pair.group, state.is_first
-        self.group_of = tuple(group_of)
-        self.first = first if any(first) else False
+                if state.entry is not None:
+                    state.entry.update(state.made)
 
 
 def pieces_of(spec: FusedStepSpec, masters: Masters, pairs: Sequence[ParamPair]) -> list[Piece] | None:
@@ -287,15 +299,14 @@ def pieces_of(spec: FusedStepSpec, masters: Masters, pairs: Sequence[ParamPair])
     return None if all(piece == WHOLE for piece in found) else found
 
 
-def _spread(count: int, rows: list[int], values: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    spread: list[Tensor | None] = [None] * count
+def _spread(count: int, rows: list[int], values: Sequence[Any]) -> tuple[Any, ...]:
+    spread: list[Any] = [None] * count
     for row, value in zip(rows, values, strict=True):
         spread[row] = value
     return tuple(spread)
 
 
-@dataclass
-class _Plan:
+class Plan(NamedTuple):
     """The kernel calls of one device, with what they were planned for.
 
     Attributes:
@@ -303,8 +314,8 @@ class _Plan:
         models, masters: of all rows of the device: FSDP2 makes new pieces where a model is moved.
         there: by row, whether it has a gradient; None where all have.
         deciding: of each group.
-        kept: of each call, the dicts of state, and by name what they hold.
         owners, entries: the whole state of the optimizer, as keys and values.
+        kept: of each call that has state, the dicts of it, and by name what they hold.
     """
 
     generation: int
@@ -312,19 +323,10 @@ class _Plan:
     masters: tuple[Tensor, ...]
     there: list[bool] | None
     deciding: list[tuple[Any, ...]]
-    calls: list[_KernelCall]
-    kept: list[tuple[list[dict[str, Any]], dict[str, list[Tensor]]]] = field(default_factory=list)
-    owners: list[Tensor] = field(default_factory=list)
-    entries: list[dict[str, Any]] = field(default_factory=list)
-
-    def remember_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        """Note which tensors are the state, to be compared before each step."""
-        self.owners, self.entries = list(state), list(state.values())
-        for call in self.calls:
-            entries = [state.entry for state in call.states if state.entry is not None]
-            if entries:
-                columns = {name: [state.tensors[name] for state in call.states] for name in call.state}
-                self.kept.append((entries, columns))
+    calls: list[KernelCall]
+    owners: list[Tensor]
+    entries: list[dict[str, Any]]
+    kept: list[tuple[list[dict[str, Any]], dict[str, list[Tensor]]]]
 
     def has_state(self, state: dict[Tensor, dict[str, Any]]) -> bool:
         """Whether the optimizer's state is made of the very same tensors.
@@ -337,22 +339,17 @@ class _Plan:
             return False
         return all(hold(entries, name, kept) for entries, columns in self.kept for name, kept in columns.items())
 
-    @property
-    def is_first(self) -> bool:
-        """Whether the step makes state, so that the next one needs another plan."""
-        return any(state.is_first for call in self.calls for state in call.states)
-
 
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-class FusedStep:
+class OnePassStep:
     """Decides at every step whether a kernel takes it, and takes it; else ``fallback`` steps.
 
     Args:
         config: the wrapper's. Where an argument leaves no other way to step, ``fallback`` does not.
-        optimizer: the wrapped optimizer, of a class with a spec. Its state is used and filled.
-        state_format: how that state is kept.
+        optimizer: the wrapped optimizer. Its state is used and filled.
+        spec: of its class, and of how its state is kept.
         step_count: gives the number of the step that is being taken, by which 8-bit values are rounded.
         fallback: the wrapped optimizer's own step.
         run: runs the kernels in the place of the optimizer's own step, as :func:`.wrapped_step.run_hooks` does.
@@ -365,7 +362,7 @@ class FusedStep:
         params: ParamTable,
         masters: Masters,
         state: StepState,
-        state_format: StateFormat,
+        spec: FusedStepSpec,
         step_count: Callable[[], int],
         fallback: WrappedStep,
         run: Callable[..., None] = run_hooks,
@@ -373,12 +370,11 @@ class FusedStep:
     ) -> None:
         self.wanted = config.fused_step
         self.required_by = config.required_by
-        self.spec: Any = state_format.spec
+        self.spec = spec
         self.optimizer = optimizer
         self.params = params
         self.masters = masters
         self.state = state
-        self.state_format = state_format
         self.fallback = fallback
         self.run = run
         self.lines = Lines() if lines is None else lines
@@ -387,8 +383,8 @@ class FusedStep:
         self._lasting_reason = self._last_reason = self._unserved = ""
         self._known_generation = -1
         self._has_served = self._has_warned = False
-        self._plans: dict[torch.device, _Plan] = {}
-        self._groups: dict[int, ReadGroup | None] = {}
+        self._plans: dict[torch.device, Plan] = {}
+        self._groups: dict[int, Settings | None] = {}
 
     # -- whether -----------------------------------------------------------------------------------------------------
 
@@ -397,7 +393,7 @@ class FusedStep:
         if self._lasting_reason or self._known_generation != self.params.generation:  # an obstacle may be gone
             self._known_generation = self.params.generation
             self._lasting_reason = self._find_lasting_reason()
-        return self._lasting_reason or optimizer_obstacle(self.optimizer, self.state_format) or self._groups_obstacle()
+        return self._lasting_reason or optimizer_obstacle(self.optimizer, self.spec) or self._groups_obstacle()
 
     def _find_lasting_reason(self) -> str:
         if self.params.halves_stepped:
@@ -414,30 +410,25 @@ class FusedStep:
                 return reason
         return ""
 
-    def _read(self, number: int, group: dict[str, Any]) -> ReadGroup:
+    def _read(self, number: int, group: dict[str, Any]) -> Settings:
         """What a group's settings mean now. No sync."""
         known = self._groups.get(number)
         if known is not None and known.is_of(group):
             return known
-        reason = group_obstacle(self.state_format, number, group)
-        settings = None if reason else GroupSettings.of(self.state_format, group)
-        read = ReadGroup(list(group), list(group.values()), reason, settings)
+        read = Settings.of(self.spec, number, group)
         self._groups[number] = read if read.stays else None
         return read
 
-    def _settings(self) -> list[GroupSettings]:
-        """Of all groups.
+    def _settings(self, number: int, group: dict[str, Any]) -> Settings:
+        """The same of a group that is to be stepped.
 
         Raises:
-            CannotServe: a hook of the optimizer's has changed one.
+            CannotServe: it can't be: a hook of the optimizer's has changed it.
         """
-        found: list[GroupSettings] = []
-        for number, group in enumerate(self.optimizer.param_groups):
-            read = self._read(number, group)
-            if read.settings is None:
-                raise CannotServe(read.obstacle)
-            found.append(read.settings)
-        return found
+        read = self._read(number, group)
+        if read.obstacle:
+            raise CannotServe(read.obstacle)
+        return read
 
     def describe(self) -> str:
         """For the wrapper's repr: that it is fused, or why not."""
@@ -445,7 +436,7 @@ class FusedStep:
         return f"general ({reason})" if reason else "fused"
 
     def takes_scaled(self) -> bool:
-        """See :class:`Stepper`. Where a kernel stepped before and does not any more, a warning says once why.
+        """See :class:`.WrappedStep`. Where a kernel stepped before and does not any more, a warning says once why.
 
         Raises:
             RuntimeError: there is no other way to step; or a CUDA graph is being captured, and steps are rounded by
@@ -478,34 +469,22 @@ class FusedStep:
             self.lines.tell(errors.NOT_IN_ONE_PASS, reason=reason)
 
     def skips_on_device(self, look: Look) -> bool:
-        """See :class:`Stepper`. Not where the first step fills state: the host decides whether there is some after."""
+        """See :class:`.WrappedStep`."""
         if self.reason():
             return bool(self.fallback.skips_on_device(look))
-        if not all(steps_on_device(each.device) for each in self.params.devices):
-            return False
-        return not self.spec.fills_first or self._has_all_state(look)
+        return all(steps_on_device(each.device) for each in self.params.devices)
 
     def counts_steps(self) -> bool:
-        """See :class:`Stepper`."""
-        return self.state_format.needs_number or self.masters.needs_number
+        """See :class:`.WrappedStep`."""
+        return self.spec.needs_number or self.masters.needs_number
 
-    def _has_all_state(self, look: Look) -> bool:
-        """Whether every parameter that has a gradient has all of its state."""
-        state, settings = self.optimizer.state, [self.spec.settings(group) for group in self.optimizer.param_groups]
-        for place, device in enumerate(self.params.devices):
-            for pair, grad in zip(device.pairs, self.state.to_step(look, place).grads, strict=True):
-                if grad is None:
-                    continue
-                mine, entry = settings[pair.group], state.get(pair.master, {})
-                names = self.state_format.spec_for(mine, pair.model).state_names(mine)
-                if any([entry.get(name) is None for name in names]):  # noqa: C419
-                    return False
-        return True
+    def _number(self) -> int:
+        return self._step_count() if self.counts_steps() else 0
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        """See :class:`Stepper`."""
+        """See :class:`.WrappedStep`."""
         self.rounded_all = bool(self._last_reason)
         if self.rounded_all:
             if self._has_served:
@@ -535,46 +514,45 @@ class FusedStep:
         Raises:
             CannotServe: a kernel can't take it; nothing was stepped.
         """
-        groups = self._settings()
+        groups = [self._settings(number, group) for number, group in enumerate(self.optimizer.param_groups)]
         options = [group.options for group in groups]
         planned = []
         for place, device in enumerate(self.params.devices):
             grads = self.state.to_step(look, place)
             weights = None if look.weights is None else look.weights[place]
             planned.append((device, grads, device.rows(weights), self._plan(device, groups, grads)))
-        number = self._step_count() if self.counts_steps() else 0
+        number = self._number()
         step.about_to_write = True
         for device, grads, weights, plan in planned:
             flag = found_inf if found_inf is None or found_inf.device == device.device else found_inf.to(device.device)
             for call in plan.calls:
-                self._call(device, call, options, grads, weights, flag, number)
+                call.run(options, grads.grads, weights, grads.factors, device.cast, flag, number)
         self.masters.ties.clear()
         step.all_written = True
 
-    def _call(
-        self,
-        device: DeviceParams,
-        call: _KernelCall,
-        options: list[Any],
-        grads: GradsToStep,
-        weights: Sequence[Tensor | None],
-        found_inf: Tensor | None,
-        number: int,
+    def step_one(
+        self, pair: ParamPair, grad: Tensor, factors: Factors, found_inf: Tensor | None, cache: CallCache
     ) -> None:
-        values, models = grads.grads, weights
-        if len(call.rows) < len(values):
-            models = call.models
-            values = [None if master is None else grad for grad, master in zip(values, call.masters, strict=True)]
-        step, first = call.step, call.first if call.step.fills_first else False
-        stats = None if call.on_weights else device.cast
-        given = StepValues(options, call.group_of, grads.factors, stats, found_inf, first, number, call.pieces)
-        lists = step.lists(values, call.masters, None if call.on_weights else models, call.state)
-        run_step(step.step, lists, given, call.cache)
-        call.close(found_inf)
+        """Step one parameter alone, without hooks.
+
+        Args:
+            grad: in the parameter's strides: of its dtype, or float32.
+            found_inf: float32, 0-dim, on the device: where it is 1.0 nothing is written. None: decided already.
+            cache: of this parameter.
+
+        Raises:
+            CannotServe: the kernel can't take it; nothing was stepped.
+        """
+        group = self._settings(pair.group, self.optimizer.param_groups[pair.group])
+        state = ParamState.find(self.optimizer, self.spec, group.settings, pair)
+        call = KernelCall.of([(0, pair, state)], [pair.model], self.masters, cache)._replace(group_of=(0,))
+        cast = pair.cast.of_row(pair.row) if pair.is_apart else None
+        call.run([group.options], [grad], [pair.model], factors, cast, found_inf, self._number())
+        self.masters.ties.pop(id(pair.master), None)
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
-    def _plan(self, device: DeviceParams, groups: list[GroupSettings], grads: GradsToStep) -> _Plan:
+    def _plan(self, device: DeviceParams, groups: list[Settings], grads: GradsToStep) -> Plan:
         """The calls of one device: those of the last step, or new ones."""
         if grads.sparse:
             raise CannotServe(f"the gradient of {grads.sparse!r} is sparse")
@@ -594,26 +572,21 @@ class FusedStep:
             return plan
         self._plans.pop(device.device, None)
         calls = self._new_calls(device, groups, there)
-        plan = _Plan(self.params.generation, device.models, device.masters, there, deciding, calls)
-        if not plan.is_first:
-            plan.remember_state(self.optimizer.state)
+        state, kept = self.optimizer.state, []
+        for call in calls:
+            entries = [each.entry for each in call.states if each.entry is not None]
+            if entries:
+                kept.append((entries, {name: [each.tensors[name] for each in call.states] for name in call.state}))
+        known = self.params.generation, device.models, device.masters, there, deciding
+        plan = Plan(*known, calls, list(state), list(state.values()), kept)
+        if not any(call.first for call in calls):  # else the next step finds other state
             self._plans[device.device] = plan
         return plan
 
-    def _new_calls(
-        self, device: DeviceParams, groups: list[GroupSettings], there: list[bool] | None
-    ) -> list[_KernelCall]:
-        calls: dict[tuple[bool, tuple[str, ...]], _KernelCall] = {}
+    def _new_calls(self, device: DeviceParams, groups: list[Settings], there: list[bool] | None) -> list[KernelCall]:
+        taken: dict[tuple[bool, tuple[str, ...]], list[tuple[int, ParamPair, ParamState]]] = {}
         for row, pair in enumerate(device.pairs):
-            if not (pair.has_master and (there is None or there[row])):
-                continue
-            state = ParamState.find(self.optimizer, self.state_format, groups[pair.group].settings, pair)
-            key = pair.is_apart, tuple(state.tensors)
-            if key not in calls:
-                calls[key] = _KernelCall(state.spec, not pair.is_apart, state.spec.step(state.tensors, pair.is_apart))
-            call = calls[key]
-            call.rows.append(row)
-            call.states.append(state)
-        for call in calls.values():
-            call.fill(device, self.masters)
-        return list(calls.values())
+            if pair.has_master and (there is None or there[row]):
+                state = ParamState.find(self.optimizer, self.spec, groups[pair.group].settings, pair)
+                taken.setdefault((pair.is_apart, tuple(state.tensors)), []).append((row, pair, state))
+        return [KernelCall.of(alike, device.models, self.masters) for alike in taken.values()]
