@@ -56,7 +56,7 @@ class Emulated:
         paths: the same.
         libraries: these, loaded.
         locked: the pages of the host that are locked, by address, with their sizes.
-        waits: how often the host has waited for the card.
+        waits, locks: how often the host has waited for the card, and locked pages.
     """
 
     def __init__(self, libraries: Sequence[Path]) -> None:
@@ -65,7 +65,7 @@ class Emulated:
         self._entries: dict[str, Any] = {}
         self._kept: dict[int, Any] = {}
         self.locked: dict[int, int] = {}
-        self.waits = 0
+        self.waits = self.locks = 0
 
     def entry(self, name: str) -> Any:
         """A kernel's function, as cuLaunchKernel would call it."""
@@ -88,6 +88,7 @@ class Emulated:
 
     def lock_pages(self, address: int, size: int) -> int:
         self.locked[address] = size
+        self.locks += 1
         return address
 
     def unlock_pages(self, address: int) -> None:

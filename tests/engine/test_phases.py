@@ -75,8 +75,9 @@ def test_all_leaves_the_card_and_comes_back_bit_for_bit(name: str, settings: dic
     assert run.opt.memory().host == 0
     assert_same(run.snapshot(), train(Run(make, **settings), 3).snapshot())
     train(run, 2)
+    locks = card.locks
     run.opt.offload()
-    assert card.locked == slab, "the same slab again"
+    assert (card.locked, card.locks) == (slab, locks), "the same slab again"
     run.opt.onload()
     wanted = train(train(Run(make, **settings), 3), 2)
     assert_same(train(run, 3).all(), train(wanted, 3).all())
