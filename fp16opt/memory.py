@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .engine.dtensors import local
+from .kernels import CallCache
 from .kernels.host_memory import is_on_host
 
 _PACKAGE = __name__.split(".")[0]
@@ -106,6 +107,21 @@ def tensors_in(holder: Any) -> Iterator[Tensor]:
         [2, 3]
     """
     return (item for item in found_in(holder) if isinstance(item, Tensor))
+
+
+def apart_from(theirs: Iterable[Tensor], holder: Any) -> list[Tensor]:
+    """This rank's pieces of all that ``holder`` leads to, but for what shares memory with ``theirs``.
+
+    With the tensors that views are of. What calls know of addresses is forgotten.
+    """
+    found = list(found_in(holder))
+    for item in found:
+        if isinstance(item, CallCache):
+            item.forget()
+    mine = [local(item) for item in found if isinstance(item, Tensor) and item.layout is torch.strided]
+    mine += [one._base for one in mine if one._base is not None]  # a view holds it, and by it the memory
+    known = {local(one).untyped_storage().data_ptr() for one in theirs if one.layout is torch.strided}
+    return [one for one in mine if one.untyped_storage().data_ptr() not in known]
 
 
 def found_in(holder: Any) -> Iterator[Any]:

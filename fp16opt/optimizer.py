@@ -31,7 +31,7 @@ from .engine.diagnostics import (
     describe,
     warn_eps,
 )
-from .engine.dtensors import local, raw_grad
+from .engine.dtensors import raw_grad
 from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec, steps_on_device
 from .engine.gradients import StepState
@@ -69,7 +69,7 @@ from .engine.wrapped_step import (
 )
 from .kernels import backends
 from .kernels.host_memory import Shelf
-from .memory import Memory, found_in, measure
+from .memory import Memory, apart_from, measure
 from .scaling import LossScaler
 
 _NOT_COPIED = (
@@ -430,10 +430,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self.config.required_by:
             require_fused_spec(type(self.inner))
         self._spec = state8.spec_of(self.optimizer_state, type(self.inner))
-        models = {id(pair.master): pair.model for pair in self.params.all}
-        self._begin_offload(
-            [{**group, "params": [models[id(p)] for p in group["params"]]} for group in self.inner.param_groups]
-        )
+        self._begin_offload(self.params.with_models(self.inner.param_groups))
         if self._offload is not None:
             for pair in self.params.all:
                 if pair.is_apart:
@@ -542,9 +539,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Parameters were added, removed, replaced or reordered."""
         if not gives_up:
             self.step_state.require_open()
-        models = {id(pair.master): pair.model for pair in self.params.all}
-        asked = [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
-        check_one_pass(self.config, self.inner, self._spec, asked, self._names)
+        check_one_pass(self.config, self.inner, self._spec, self.params.with_models(groups), self._names)
         self.model_writes.write_edited()  # while those that leave are known
         before = {id(pair): position for position, pair in enumerate(self.params.all)}
         gone = self.params.sync(groups, self._names, self._adopt)
@@ -1270,16 +1265,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _own_tensors(self) -> list[Tensor]:
         """This rank's pieces of all that lies on a card and is not the model's; no call knows addresses after this."""
-        found = list(found_in([self, self.inner.state, self.gradients.tensors()]))
-        for item in found:
-            if isinstance(item, kernels.CallCache):
-                item.forget()
         self.params.changed()
         weights = [*self.params.models, *self.params.elsewhere]
-        theirs = {_address(one) for weight in weights for one in (weight, raw_grad(weight)) if one is not None}
-        mine = [local(item) for item in found if isinstance(item, Tensor) and item.layout is torch.strided]
-        mine += [one._base for one in mine if one._base is not None]  # a view holds it, and by it the memory
-        return [one for one in mine if _address(one) not in theirs and steps_on_device(one.device)]
+        theirs = [one for weight in weights for one in (weight, raw_grad(weight)) if one is not None]
+        found = apart_from(theirs, [self, self.inner.state, self.gradients.tensors()])
+        return [one for one in found if steps_on_device(one.device)]
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
@@ -1559,11 +1549,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _digest(self) -> Digest:
         """What ranks that share gradients hold alike."""
         return parallel.digest(self)
-
-
-def _address(tensor: Tensor) -> int:
-    """Of a strided tensor's memory; 0 of others."""
-    return local(tensor).untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _scaler_of(optimizer: MixedPrecisionOptimizer) -> LossScaler:
