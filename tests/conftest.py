@@ -4,8 +4,9 @@ import gc
 import logging
 import os
 import sys
+import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,21 @@ def no_missing_scale(request: pytest.FixtureRequest) -> Iterator[None]:
 def only_optimizers_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that other tests left alive would be told apart in the log from those of this one, and be blamed."""
     monkeypatch.setattr(Lines, "_living", weakref.WeakSet())
+
+
+@pytest.fixture
+def of_another_library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes objects with these fields that pickle under another library's name, as long as the test runs."""
+
+    def make(module: str, name: str, **fields: Any) -> Any:
+        made = type(name, (), {"__module__": module, "__qualname__": name})
+        parts = module.split(".")
+        for path in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
+            if path not in sys.modules:
+                monkeypatch.setitem(sys.modules, path, types.ModuleType(path))
+        monkeypatch.setattr(sys.modules[module], name, made, raising=False)
+        held = made()
+        vars(held).update(fields)
+        return held
+
+    return make

@@ -157,11 +157,3 @@ class DynamicScaler:
         if self.clean == self.growth_interval:
             self.clean = 0
             self.scale = min(self.scale * self.growth_factor, self.max_scale)
-
-
-@dataclass
-class StaticScaler:
-    scale: float = 1.0
-
-    def update(self, overflow: bool) -> None:
-        return

@@ -137,15 +137,6 @@ def test_what_is_lacking_is_named() -> None:
     refused(unnamed, edit(sd, "masters", 4, value=3), TypeError, "^group 1, param 1: master must be a tensor")
 
 
-def test_what_was_loaded_before_does_not_matter() -> None:
-    room = Room()
-    sd = room.build()
-    for key, value in (("foreach", 0), ("lr", torch.tensor(0.5)), ("betas", [0.5, torch.tensor(0.7)])):
-        room.load(edit(sd, *LR[:3], key, value=value)).load(sd)
-        room.load(edit(sd, *LR[:3], "weight_decay", value=False)).load(sd)
-        assert_same(room.build(), sd)
-
-
 def test_settings_of_older_torch_may_be_lacking() -> None:
     sd = edit(Room().train(2).build(), *LR[:3], "amsgrad", drop=True)
     room = Room().load(edit(sd, *LR[:3], "fused", drop=True))
@@ -208,12 +199,6 @@ def test_settings_that_torch_steps_with_load(case: str, key: str, value: Any) ->
     room.load(sd)
     assert_same(room.optimizer.param_groups[0][key], value)
     room.train(1)
-
-
-def test_every_case_loads_its_own_defaults() -> None:
-    for case in BY_ID.values():
-        if not case.missing():
-            Room(case, seed=2).load(Room(case, seed=1).build())
 
 
 class Mine(torch.optim.Adam):

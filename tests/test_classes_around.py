@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_third_party import Lookahead
 from torch import nn
 from torch.optim import SGD
 
@@ -16,30 +17,6 @@ from fp16opt import MixedPrecisionOptimizer
 
 STEPS = 6
 ROUNDING = 2.0**-13  # by which a weight between 1/4 and 1/2 is off where the loss reads it in FP16
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Slow weights that follow at half the way, every second step."""
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        self.base, self.taken = base, 0
-        self.defaults: dict[str, Any] = {}
-        self.state: Any = {}
-        self.slow = [[p.detach().clone() for p in group["params"]] for group in base.param_groups]
-
-    @property
-    def param_groups(self) -> Any:
-        return self.base.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.base.step()
-        self.taken += 1
-        if self.taken % 2 == 0:
-            for group, slows in zip(self.param_groups, self.slow, strict=True):
-                for p, slow in zip(group["params"], slows, strict=True):
-                    slow.add_(p - slow, alpha=0.5)
-                    p.copy_(slow)
 
 
 def model_of(dtype: torch.dtype) -> nn.Linear:
@@ -67,10 +44,10 @@ def in_fp32(around: Any) -> list[torch.Tensor]:
 def test_lookahead(inside: bool) -> None:
     model = model_of(torch.float16)
     if inside:
-        opt = steps = MixedPrecisionOptimizer(Lookahead(SGD(model.parameters(), lr=0.1)), loss_scale=64.0)
+        opt = steps = MixedPrecisionOptimizer(Lookahead(SGD(model.parameters(), lr=0.1), k=2), loss_scale=64.0)
     else:
         opt = MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1), loss_scale=64.0)
-        steps = Lookahead(opt)  # type: ignore[assignment]
+        steps = Lookahead(opt, k=2)  # type: ignore[assignment]
     for step in range(STEPS):
         opt.zero_grad()
         opt.backward(loss_of(model, step))
@@ -79,7 +56,7 @@ def test_lookahead(inside: bool) -> None:
             opt.write_masters()
         for p, master in zip(model.parameters(), opt.master_params(), strict=True):
             assert torch.equal(p, master.half()), "the model follows in the same step"
-    for master, plain in zip(opt.master_params(), in_fp32(Lookahead), strict=True):
+    for master, plain in zip(opt.master_params(), in_fp32(lambda opt: Lookahead(opt, k=2)), strict=True):
         assert torch.allclose(master, plain, rtol=0, atol=ROUNDING)
 
 

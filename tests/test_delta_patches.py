@@ -12,7 +12,7 @@ from typing import Any
 import pretended
 import pytest
 import torch
-from test_deltas import BFLOAT, HALF, MODES, assert_equal, bits, pair, resume, sent, step, write_some
+from test_deltas import BFLOAT, HALF, MODES, assert_equal, bits, pair, resume, sent, step, step_small, write_some
 from torch import Tensor, nn
 
 import fp16opt
@@ -136,7 +136,7 @@ def test_a_patch_has_what_changed_in_it() -> None:
     assert torch.equal(patch.values, model.weight.view(-1)[:24])
     assert before.weight.view(-1)[:24].ne(patch.values).all()
     values = patch.values.clone()
-    step_small_rows(model, opt)
+    step_small(model, opt)
     assert torch.equal(patch.values, values), "a later step does not write into it"
     opt.take_delta(model)
     with torch.no_grad():
@@ -147,12 +147,6 @@ def test_a_patch_has_what_changed_in_it() -> None:
         expected = model.weight.clone()
         model.weight.mul_(2)
     assert torch.equal(whole.values.view(10, 8), expected), "nor does another write"
-
-
-def step_small_rows(model: nn.Module, opt: MixedPrecisionOptimizer) -> None:
-    opt.zero_grad()
-    opt.backward(model(torch.ones(1, 8, dtype=HALF)).float().sum())
-    opt.step()
 
 
 def test_chunks_are_as_small_as_asked_for() -> None:

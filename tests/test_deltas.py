@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import emulated
 import products
 import pytest
 import torch
@@ -164,51 +163,6 @@ def test_a_long_random_run(mode: str, dtype: torch.dtype) -> None:
                 sent(delta).apply_(sampler)
             waiting.clear()
             assert_equal(model, sampler)
-
-
-def files_of_a_few_steps() -> list[bytes]:
-    """What is saved of their deltas, in three modes."""
-    found = []
-    for options in ({"fused_step": True}, {"master_weights": "split24"}, {"fused_step": False}):
-        torch.manual_seed(5)
-        model = nn.Linear(700, 300, dtype=BFLOAT)
-        opt = MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-5), track_changes=True, **options)
-        for _ in range(3):
-            opt.zero_grad()
-            opt.backward(model(torch.ones(2, 700, dtype=BFLOAT)).float().square().mean())
-            opt.step()
-        file = io.BytesIO()
-        delta = opt.take_delta(model)
-        delta.source = None  # another one in each run
-        delta.save(file)
-        found.append(file.getvalue())
-    return found
-
-
-@pytest.mark.parametrize("level", k.native.module.simd_levels() if k.native.available() else ["none"])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_levels_and_threads_take_the_same(level: str, threads: int) -> None:
-    """Equal deltas at every SIMD level, for any number of threads, and by torch operations."""
-    if level == "none":
-        pytest.skip("there is no compiled module")
-
-    usual = k.native.simd_level()
-    before = torch.get_num_threads()
-    expected = files_of_a_few_steps()
-    try:
-        k.native.module.use_simd_level(level)
-        torch.set_num_threads(threads)
-        assert files_of_a_few_steps() == expected
-    finally:
-        k.native.module.use_simd_level(usual)
-        torch.set_num_threads(before)
-
-
-def test_cuda_kernels_take_the_same(emulated_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their source, compiled as plain C++, blocks and threads in a shuffled order."""
-    expected = files_of_a_few_steps()
-    emulated.use(emulated_cuda, monkeypatch)
-    assert files_of_a_few_steps() == expected
 
 
 def test_a_delta_has_what_changed_and_no_more() -> None:

@@ -139,19 +139,12 @@ def test_a_trainer_s_words_are_said_of_what_it_wraps(log: pytest.LogCaptureFixtu
         train(*copy.deepcopy((opt, params)))
         (line,) = said(log)
         assert re.search(wanted, line)
+        assert options == {} or "dynamic" not in line
     params = weights()
     (opt,) = OptimizerGroup([SGD(params, lr=0.5)], way_to_scale=words).optimizers
     train(opt, params, plain=True)
     (line,) = said(log)
     assert "scales=True), and trainer.backward(loss) in place of loss.backward(); or" in line
-
-
-def test_of_released_gradients_a_dynamic_scale_is_not_named(log: pytest.LogCaptureFixture) -> None:
-    params = weights()
-    train(MixedPrecisionOptimizer(SGD(params, lr=0.5), gradient_release=True), params)
-    (line,) = said(log)
-    assert "gradient_release=True, loss_scale=1024.0)" in line
-    assert "dynamic" not in line
 
 
 @pytest.mark.parametrize("closes", ["once", "reevaluate"])
@@ -195,19 +188,23 @@ def test_weights_that_train_later(log: pytest.LogCaptureFixture) -> None:
     assert len(said(log)) == 1
 
 
-CHOSEN: dict[str, Callable[[], dict[str, Any]]] = {
-    "dynamic": lambda: {"dynamic": True},
-    "loss_scale=1.0": lambda: {"loss_scale": 1.0},
-    "loss_scale": lambda: {"loss_scale": 64.0},
-    "a scaler of 1": lambda: {"scaler": StaticLossScaler(1.0)},
-    "a dynamic scaler": lambda: {"scaler": DynamicLossScaler(init_scale=1.0)},
+SILENT: dict[str, tuple[torch.dtype, Callable[[], dict[str, Any]]]] = {
+    "dynamic": (torch.float16, lambda: {"dynamic": True}),
+    "loss_scale=1.0": (torch.float16, lambda: {"loss_scale": 1.0}),
+    "loss_scale": (torch.float16, lambda: {"loss_scale": 64.0}),
+    "a scaler of 1": (torch.float16, lambda: {"scaler": StaticLossScaler(1.0)}),
+    "a dynamic scaler": (torch.float16, lambda: {"scaler": DynamicLossScaler(init_scale=1.0)}),
+    "BF16": (torch.bfloat16, dict),
+    "FP32": (torch.float32, dict),
 }
 
 
-@pytest.mark.parametrize("key", CHOSEN)
-def test_silent_where_a_scale_was_given(key: str, log: pytest.LogCaptureFixture) -> None:
-    params = weights()
-    train(MixedPrecisionOptimizer(SGD(params, lr=0.5), **CHOSEN[key]()), params)
+@pytest.mark.parametrize("key", SILENT)
+def test_silent_where_a_scale_was_given_or_none_is_needed(key: str, log: pytest.LogCaptureFixture) -> None:
+    dtype, options = SILENT[key]
+    params = weights(dtype, torch.float32)
+    plain = dtype != torch.float16
+    train(MixedPrecisionOptimizer(SGD(params, lr=0.5), **options()), params, plain=plain)
     assert said(log) == []
 
 
@@ -220,13 +217,6 @@ def test_silent_where_the_scale_was_set_later_or_loaded(log: pytest.LogCaptureFi
     other = MixedPrecisionOptimizer(SGD(params, lr=0.5))
     other.load_state_dict(saved)
     train(other, params)
-    assert said(log) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_silent_without_fp16_weights(dtype: torch.dtype, log: pytest.LogCaptureFixture) -> None:
-    params = weights(dtype)
-    train(MixedPrecisionOptimizer(SGD(params, lr=0.5)), params, plain=True)
     assert said(log) == []
 
 

@@ -69,20 +69,9 @@ BASIC: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...], Any]] = {
     "smooth_l1": (lambda x: F.smooth_l1_loss(x, torch.ones(2, 4)), (2, 4), FULL),
     "relu": (F.relu, (2, 4), "keep"),
     "dropout": (F.dropout, (2, 4), "keep"),
+    "batch_norm": (nn.BatchNorm1d(4), (3, 4), "keep"),
     "max_pool": (lambda x: F.max_pool1d(x, 2), (1, 2, 4), "keep"),
 }
-
-
-@BOTH
-@pytest.mark.parametrize("name", BASIC)
-def test_functions(name: str, dtype: torch.dtype, casts: Any) -> None:
-    function, shape, expected = BASIC[name]
-    like_x(function, dtype, shape, expected)
-
-
-@BOTH
-def test_batch_norm_keeps(dtype: torch.dtype, casts: Any) -> None:
-    like_x(nn.BatchNorm1d(4), dtype, (3, 4), "keep")
 
 
 V = torch.rand(4)
@@ -119,9 +108,9 @@ TENSOR: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...], Any]] = {
 
 
 @BOTH
-@pytest.mark.parametrize("name", TENSOR)
-def test_tensor_methods(name: str, dtype: torch.dtype, casts: Any) -> None:
-    function, shape, expected = TENSOR[name]
+@pytest.mark.parametrize("name", [*BASIC, *TENSOR])
+def test_functions_and_methods(name: str, dtype: torch.dtype, casts: Any) -> None:
+    function, shape, expected = {**BASIC, **TENSOR}[name]
     like_x(function, dtype, shape, expected)
 
 

@@ -158,43 +158,6 @@ def test_fused_sgd_of_the_aliases(name: str, place: Any, materialize: bool) -> N
     assert [state[f"loss_scaler{k}"]["loss_scale"] for k in range(2)] == scales
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_larc_and_the_fused_optimizers_of_the_aliases(level: str) -> None:
-    from fp16opt.optimizers import FusedAdam, FusedLAMB, FusedSGD
-    from fp16opt.optimizers.larc import LARC
-
-    from .nets import net, train
-
-    kinds = (
-        lambda m: LARC(torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9)),
-        lambda m: FusedSGD(m.parameters(), lr=0.05, momentum=0.9),
-        lambda m: FusedAdam(m.parameters(), lr=0.01),
-        lambda m: FusedLAMB(m.parameters(), lr=0.01),
-    )
-    for make in kinds:
-        model = net()
-        optimizer = make(model)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        losses = train(model, optimizer, 8)
-        assert all(b < a for a, b in itertools.pairwise(losses))
-        weights = [p.detach().clone() for p in model.parameters()]
-        optimizer.zero_grad()
-        with amp.scale_loss(sum(p.float().sum() for p in model.parameters()), optimizer) as scaled:
-            scaled.backward()
-            model[0].weight.grad[0, 0] = float("inf")
-        optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
-        _amp_state.casts.deactivate()
-
-
-def test_the_reference_notices_a_step_that_is_not_skipped() -> None:
-    layout = LAYOUTS["2 models, 2 optimizers"]
-    clean, _ = run_reference(layout, 1, None)
-    skipped, _ = run_reference(layout, 1, (1, 0, "w16"))
-    assert not torch.equal(clean[0], skipped[0])
-    assert torch.equal(clean[2], skipped[2])  # the other optimizer's
-
-
 @pytest.mark.parametrize("delayed", [0, 1, 2])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_delay_unscale_sums_the_backwards(level: str, delayed: int) -> None:

@@ -23,7 +23,6 @@ from engine.checks import (
     assert_same,
     assert_same_bits,
     flatten,
-    linear_loss,
     one_step,
     ones,
     parameters,
@@ -164,14 +163,3 @@ def check_overflow_leaves_everything_untouched(make: Make) -> None:
     assert_same(snapshot(opt, [p, q]), before, "after the skipped step ")
     if not bool(opt.step_was_skipped) or float(opt.loss_scale) != 4.0:
         raise AssertionError("the skip was not reported, or the scale did not back off")
-
-
-def check_accumulation(make: Make) -> None:
-    """Two backwards add up, and the gradients are divided by the scale once."""
-    p = ones(3)
-    opt = make(torch.optim.SGD([p], lr=1.0), loss_scale=64.0)
-    opt.zero_grad()
-    opt.backward(linear_loss([p], [0.25]))
-    opt.backward(linear_loss([p], [0.5]))
-    opt.step()
-    assert_same_bits(p, array([0.25] * 3), "weight after two backwards")

@@ -210,38 +210,6 @@ def refused(path: Path, net: nn.Module, opt: MixedPrecisionOptimizer, match: str
 # -- by position: apex, apex.amp, Megatron-LM, FairSeq
 
 
-class Scaler:
-    """Stands for a class that is not installed where the file is read."""
-
-    def __init__(self, **fields: Any) -> None:
-        vars(self).update(fields)
-
-
-def _pretend(module: str, name: str, **fields: Any) -> Any:
-    """An object whose file names a class of another library."""
-    made = type(name, (Scaler,), {"__module__": module, "__qualname__": name})
-    return made, made(**fields)
-
-
-@pytest.fixture
-def of_another_library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Makes objects that pickle under another library's name, and no such library when the file is read."""
-    import sys
-    import types
-
-    def make(module: str, name: str, **fields: Any) -> Any:
-        cls, made = _pretend(module, name, **fields)
-        parts = module.split(".")
-        for end in range(1, len(parts) + 1):
-            path = ".".join(parts[:end])
-            if path not in sys.modules:
-                monkeypatch.setitem(sys.modules, path, types.ModuleType(path))
-        monkeypatch.setattr(sys.modules[module], name, cls, raising=False)
-        return made
-
-    return make
-
-
 def halves_and_masters() -> tuple[Net, Net, AdamW]:
     """(the model as a 16-bit training holds it, its masters, their optimizer)."""
     wide, old = trained()

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
-
-Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def data(step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
@@ -35,29 +30,3 @@ def loss_of(net: nn.Module, step: int, poison: float = 1.0) -> Tensor:
     x, y = data(step)
     dtype = next(net.parameters()).dtype
     return (net(x.to(dtype)).float() - y).square().mean() * poison
-
-
-def by_hand(
-    net: nn.Module, make: Make, steps: Sequence[int], scale: float, max_norm: float | None = None
-) -> list[Tensor]:
-    """FP32 copies stepped by the plain optimizer, in torch calls: what FP16_Optimizer must give."""
-    params = [p for p in net.parameters() if p.requires_grad]
-    masters = [nn.Parameter(p.detach().float().clone()) for p in params]
-    inner = make(masters)
-    for step in steps:
-        for p in params:
-            p.grad = None
-        (loss_of(net, step).float() * scale).backward()
-        for p, m in zip(params, masters, strict=True):
-            m.grad = None if p.grad is None else p.grad.float() * (1.0 / scale)
-        if max_norm is not None:
-            norm = torch.cat([m.grad.double().reshape(-1) for m in masters if m.grad is not None]).norm()
-            factor = min(1.0, max_norm / (float(norm) + 1e-6))
-            for m in masters:
-                if m.grad is not None:
-                    m.grad *= np.float32(factor).item()
-        inner.step()
-        with torch.no_grad():
-            for p, m in zip(params, masters, strict=True):
-                p.copy_(m)
-    return [m.detach() for m in masters]

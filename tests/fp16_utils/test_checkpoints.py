@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,35 +120,14 @@ FILES: list[tuple[str, str, Callable[[], dict[str, Any]], tuple[Any, ...]]] = [
 ]
 
 
-@pytest.fixture
-def apex_classes() -> Iterator[Callable[[str, str], type]]:
-    """Classes that pickle under apex's names, as long as the test writes its file."""
-    made: list[str] = []
-
-    def make(module: str, name: str) -> type:
-        parts = module.split(".")
-        for end in range(1, len(parts) + 1):
-            sys.modules.setdefault(".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
-            made.append(".".join(parts[:end]))
-        cls = type(name, (), {"__module__": module, "__qualname__": name})
-        setattr(sys.modules[module], name, cls)
-        return cls
-
-    before = set(sys.modules)
-    yield make
-    for name in set(made) - before:
-        sys.modules.pop(name, None)
-
-
 def apex_file(
-    make: Callable[[str, str], type], module: str, name: str, fields: dict[str, Any], legacy: bool = False
+    make: Callable[..., Any], module: str, name: str, fields: dict[str, Any], legacy: bool = False
 ) -> tuple[io.BytesIO, FP16_Optimizer, nn.Module]:
     """A file as apex wrote it, and the optimizer and network that its masters came from."""
     net = network()
     source = FP16_Optimizer(adamw(net), static_loss_scale=64.0)
     run(net, source, range(3), poisoned=None)
-    scaler = make(module, name)()
-    vars(scaler).update(fields)
+    scaler = make(module, name, **fields)
     state = {
         **source.state_dict(), "loss_scaler": scaler, "dynamic_loss_scale": "scale_window" in fields
         or fields.get("dynamic", False),
@@ -162,9 +139,9 @@ def apex_file(
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize(("module", "name", "fields", "expected"), FILES)
 def test_a_file_of_apexs_is_read_and_goes_on(
-    apex_classes: Any, module: str, name: str, fields: Any, expected: tuple[Any, ...], legacy: bool
+    of_another_library: Any, module: str, name: str, fields: Any, expected: tuple[Any, ...], legacy: bool
 ) -> None:
-    file, source, net = apex_file(apex_classes, module, name, fields(), legacy)
+    file, source, net = apex_file(of_another_library, module, name, fields(), legacy)
     with pytest.raises(pickle.UnpicklingError):
         torch.load(file, weights_only=True)
     file.seek(0)
@@ -219,9 +196,9 @@ def test_the_restricted_unpickler_runs_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "made").exists(), "the file was harmless: this test shows nothing"
 
 
-def test_unpickled_as_live_objects_under_the_alias(tmp_path: Path, apex_classes: Any) -> None:
+def test_unpickled_as_live_objects_under_the_alias(tmp_path: Path, of_another_library: Any) -> None:
     """A script that keeps its torch.load(..., weights_only=False) finds this package's class under apex's name."""
-    file, _, _ = apex_file(apex_classes, "apex.fp16_utils.loss_scaler", "DynamicLossScaler", old_dynamic())
+    file, _, _ = apex_file(of_another_library, "apex.fp16_utils.loss_scaler", "DynamicLossScaler", old_dynamic())
     (tmp_path / "old.pt").write_bytes(file.getvalue())
     code = """
 import fp16opt, torch

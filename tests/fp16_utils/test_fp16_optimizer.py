@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine.checks import assert_same, assert_same_bits, snapshot
+from engine.checks import assert_same, assert_same_bits
 from torch import nn
 from torch.optim import SGD, AdamW
 
 from fp16opt import MixedPrecisionOptimizer
 from fp16opt.fp16_utils import FP16_Optimizer
 
-from .runs import by_hand, loss_of, network
+from .runs import loss_of, network
 
 
 def sgd(params: Any) -> SGD:
@@ -35,9 +35,9 @@ def halves(*values: float) -> nn.Parameter:
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
-def test_same_bits_as_the_engine_and_as_stepping_by_hand(make: Any) -> None:
+def test_same_bits_as_the_engine(make: Any) -> None:
     """An O2-like run: half network, FP32 batch norms, a scale, clipping. One step overflows in both wrapped runs."""
-    face_net, engine_net, hand_net = network(), network(), network()
+    face_net, engine_net = network(), network()
     face = FP16_Optimizer(make(face_net.parameters()), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 1024})
     engine = MixedPrecisionOptimizer(make(engine_net.parameters()), dynamic=True, fused_step=False)
     engine.loss_scale = 1024.0
@@ -55,7 +55,6 @@ def test_same_bits_as_the_engine_and_as_stepping_by_hand(make: Any) -> None:
         assert face.overflow is engine.step_was_skipped is (step == 5)
         if step == 5:
             assert clipped == -1
-            # by hand that step is left out altogether, its batch's running statistics included
         else:
             assert_same_bits(clipped, norm, f"norm in step {step}")
     for ours, theirs in zip(face.master_params(), engine.master_params(), strict=True):
@@ -65,10 +64,6 @@ def test_same_bits_as_the_engine_and_as_stepping_by_hand(make: Any) -> None:
         assert_same_bits(ours, theirs, name)
     assert face.loss_scale == engine.loss_scale == 512.0
     assert any(not torch.equal(a, b) for a, b in zip(before, face_net.parameters(), strict=True))
-    masters = by_hand(hand_net, make, [s for s in range(12) if s != 5], 1024.0, max_norm=0.5)
-    for ours, theirs in zip(face.master_params(), masters, strict=True):
-        # The engine's norm is summed in another order, so the clip's factor may differ in its last bit.
-        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
 
 
 def test_master_gradients_are_written_when_backward_returns() -> None:
@@ -105,40 +100,6 @@ def test_several_losses_update_master_grads_once() -> None:
 
 
 # -- overflows -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
-@pytest.mark.parametrize("place", ["half", "float"])
-@pytest.mark.parametrize("at", range(4))
-def test_a_poisoned_step_is_left_out_and_nothing_else(at: int, place: str, poison: float) -> None:
-    """inf at every iteration and in FP16 or FP32 gradients: the run is the clean run without that step."""
-
-    def run(skip: bool) -> tuple[list[torch.Tensor], float]:
-        weight, own = halves(1.0, -2.0, 0.5), nn.Parameter(torch.tensor([0.5, 1.0, -1.0]))
-        optimizer = FP16_Optimizer(
-            SGD([weight, own], lr=0.125, momentum=0.5), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 256.0}
-        )
-        for step in range(4):
-            if skip and step == at:
-                continue
-            optimizer.zero_grad()
-            loss = (weight.float() * own).square().sum()
-            if step != at or skip:
-                optimizer.backward(loss)
-                optimizer.step()
-                continue
-            target = weight if place == "half" else own
-            optimizer.backward(loss + (target.float() * torch.tensor([0.0, poison, 0.0])).sum())
-            assert optimizer.overflow
-            before = snapshot(optimizer)
-            assert optimizer.step() is None
-            assert_same(snapshot(optimizer), before, "after the skipped step ")
-        return [weight.detach(), own.detach()], optimizer.loss_scale
-
-    (got, scale), (want, clean_scale) = run(skip=False), run(skip=True)
-    for a, b in zip(got, want, strict=True):
-        assert_same_bits(a, b, "weight")
-    assert (scale, clean_scale) == (128.0, 256.0)
 
 
 @pytest.mark.parametrize("clear", ["optimizer", "optimizer-none", "model", "model-zeros"])

@@ -174,16 +174,6 @@ def test_bounds() -> None:
     assert scaler.get_scale() == 64.0
 
 
-def test_hysteresis() -> None:
-    scaler = Ours("cpu", init_scale=64.0, hysteresis=2)
-    param, optimizer, _ = one(scaler=scaler)
-    scales = []
-    for grad in (math.inf, math.inf, math.inf, 1.0, math.inf, math.inf):
-        iteration(scaler, optimizer, param, grad)
-        scales.append(scaler.get_scale())
-    assert scales == [64.0, 32.0, 16.0, 16.0, 16.0, 8.0]
-
-
 def test_max_consecutive_skips() -> None:
     scaler = Ours("cpu", max_consecutive_skips=2)
     param, optimizer, _ = one(scaler=scaler)
@@ -221,16 +211,6 @@ def test_arguments_are_checked(kwargs: dict[str, Any], error: type, match: str) 
     with pytest.raises(error, match=match):
         Ours("cpu", **kwargs)
     Ours("cpu", enabled=False, **kwargs)  # as torch: nothing is looked at
-
-
-def test_an_interval_below_the_steps_counted_grows_at_the_nextone() -> None:
-    scaler = Ours("cpu", init_scale=8.0, growth_interval=100)
-    param, optimizer, _ = one(scaler=scaler)
-    for _ in range(5):
-        iteration(scaler, optimizer, param)
-    scaler.set_growth_interval(3)
-    iteration(scaler, optimizer, param)
-    assert scaler.get_scale() == 16.0
 
 
 def test_without_a_gpu_the_default_warns_and_disables_as_in_torch() -> None:

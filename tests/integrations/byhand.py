@@ -20,6 +20,14 @@ from fp16opt import DynamicLossScaler, kernels
 HALF, BF16 = torch.float16, torch.bfloat16
 STEPS = 24
 ONE_PASS = 2 * STEPS  # units in the last place: a kernel's step and torch's each round once a step, see tests/fused
+LIGHTNING = {  # arguments of a Trainer that trains here and writes nothing
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 OVERFLOWING = 2.0**22  # a loss scale at which the first gradients of `network` do not fit into FP16
 
 
@@ -188,3 +196,80 @@ def whole(tensor: Tensor) -> Tensor:
     """A tensor with the pieces of all ranks. Collective."""
     full = getattr(tensor.detach(), "full_tensor", None)
     return tensor.detach() if full is None else full()
+
+
+class AccelerateLoop:
+    """A training as Accelerate's documentation writes it, one batch after the other."""
+
+    accelerator: Any
+    net: Any
+    optimizer: Any
+    scheduler: Any = None
+    dtype = HALF
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.skipped: list[bool] = []
+
+    def train(self, data: Any, clip: float | None = None, clip_value: float | None = None) -> Any:
+        for batch in data:
+            with self.accelerator.accumulate(self.net):
+                loss = loss_of(self.net, batch, self.dtype)
+                self.losses.append(loss.item())
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients and clip is not None:
+                    self.norms.append(float(self.accelerator.clip_grad_norm_(self.net.parameters(), clip)))
+                if self.accelerator.sync_gradients and clip_value is not None:
+                    self.accelerator.clip_grad_value_(self.net.parameters(), clip_value)
+                self.optimizer.step()
+                if self.accelerator.sync_gradients:
+                    self.skipped.append(self.accelerator.optimizer_step_was_skipped)
+                if self.scheduler is not None:
+                    self.scheduler.step()
+                self.optimizer.zero_grad()
+        return self
+
+
+class Regressor(nn.Module):
+    """What the Trainer trains: a module whose forward returns its loss."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.net = network(dtype)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        loss = loss_of(self.net, (x, labels), next(self.net.parameters()).dtype)
+        if self.training:
+            self.losses.append(loss.item())
+        return {"loss": loss, "logits": self.net(x.to(self.net[0].weight.dtype))}
+
+
+def rows(count: int) -> list[dict[str, Tensor]]:
+    """Single samples, of which 4 are a micro-batch of ``batches``."""
+    return [{"x": a, "labels": b} for x, y in batches(count) for a, b in zip(x, y, strict=True)]
+
+
+# -- checks of programs for ranks ------------------------------------------------------------------------------------
+
+
+def check_masters(what: str, got: Any, want: Any) -> None:
+    for number, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        if not torch.equal(whole(mine), whole(theirs)):
+            raise SystemExit(f"{what}: master {number} is off by {(whole(mine) - whole(theirs)).abs().max()}")
+
+
+def check_run(what: str, losses: list[float], skipped: Any, hand: ByHand) -> None:
+    if losses != hand.losses or skipped != hand.skipped or not any(skipped):
+        raise SystemExit(f"{what}: losses {losses}, wanted {hand.losses}; skips {skipped}, wanted {hand.skipped}")
+
+
+def raised(error: type[Exception], message: str, call: Any) -> None:
+    try:
+        call()
+    except error as caught:
+        if message not in str(caught):
+            raise
+    else:
+        raise SystemExit(f"{message!r} was not raised")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ pytest.importorskip("accelerate")
 
 import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState
 
 import fp16opt.distributed
 from fp16opt import (
@@ -38,6 +36,7 @@ from integrations.byhand import (
     ONE_PASS,
     OVERFLOWING,
     STEPS,
+    AccelerateLoop,
     adamw,
     assert_same_run,
     assert_same_weights,
@@ -51,24 +50,15 @@ from integrations.byhand import (
 
 DTYPES = {"fp16": HALF, "bf16": BF16}
 every_dtype = pytest.mark.parametrize("precision", DTYPES)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Accelerate keeps its settings in the process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*lr_scheduler.*")
-        yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+pytestmark = pytest.mark.filterwarnings("error:.*lr_scheduler.*")
 
 
 def masters(precision: str, **options: Any) -> dict[str, Any]:
     return scaled(DTYPES[precision], **{"fused_step": False, **options})
 
 
-class Loop:
-    """A training as Accelerate's documentation writes it, one batch after the other."""
+class Loop(AccelerateLoop):
+    """One that is prepared here: the optimizer before its model."""
 
     def __init__(
         self, precision: str, micro: int = 1, master_weights: dict[str, Any] | None = None, scheduled: bool = True
@@ -85,27 +75,7 @@ class Loop:
         prepared = self.accelerator.prepare(*filter(None, [optimizer, net, scheduler]))
         self.optimizer, self.net = prepared[:2]
         self.scheduler = prepared[2] if scheduled else None
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.skipped: list[bool] = []
-
-    def train(self, data: Any, clip: float | None = None, clip_value: float | None = None) -> Loop:
-        for batch in data:
-            with self.accelerator.accumulate(self.net):
-                loss = loss_of(self.net, batch, self.dtype)
-                self.losses.append(loss.item())
-                self.accelerator.backward(loss)
-                if self.accelerator.sync_gradients and clip is not None:
-                    self.norms.append(float(self.accelerator.clip_grad_norm_(self.net.parameters(), clip)))
-                if self.accelerator.sync_gradients and clip_value is not None:
-                    self.accelerator.clip_grad_value_(self.net.parameters(), clip_value)
-                self.optimizer.step()
-                if self.accelerator.sync_gradients:
-                    self.skipped.append(self.accelerator.optimizer_step_was_skipped)
-                if self.scheduler is not None:
-                    self.scheduler.step()
-                self.optimizer.zero_grad()
-        return self
+        super().__init__()
 
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,9 @@ from torch import nn
 
 import fp16opt.optim
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
-from integrations.byhand import BF16, HALF, STEPS, batches, loss_of, network
+from integrations.byhand import BF16, HALF, STEPS, Regressor, batches, loss_of, network, rows
 
 TOLD = {"lr": 2.0**-6, "weight_decay": 0.125, "betas": (0.8, 0.95)}
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    yield
-    if importlib.util.find_spec("accelerate") is not None:
-        from accelerate.state import AcceleratorState, GradientState, PartialState
-
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
 
 
 @pytest.mark.parametrize("name", ["hydra", "jsonargparse"])
@@ -238,17 +224,6 @@ def test_lightnings_class_path_with_a_scaler_of_its_own_and_the_plugin(tmp_path:
 # -- the Trainer -------------------------------------------------------------------------------------------------------
 
 
-class Regressor(nn.Module):
-    """What the Trainer trains: a module whose forward returns its loss."""
-
-    def __init__(self, dtype: torch.dtype = BF16) -> None:
-        super().__init__()
-        self.net = network(dtype)
-
-    def forward(self, x: Any, labels: Any) -> dict[str, Any]:
-        return {"loss": loss_of(self.net, (x, labels), next(self.net.parameters()).dtype)}
-
-
 def trainer_of(kind: Any, model: nn.Module, folder: Path, made_by: Any, **told: Any) -> Any:
     import transformers
 
@@ -259,15 +234,14 @@ def trainer_of(kind: Any, model: nn.Module, folder: Path, made_by: Any, **told: 
     settings: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     settings |= {"per_device_train_batch_size": 4, "max_steps": STEPS, "lr_scheduler_type": "constant"}
     args = transformers.TrainingArguments(str(folder), **{**settings, "max_grad_norm": 0.0, **told})
-    rows = [{"x": a, "labels": b} for x, y in batches(STEPS) for a, b in zip(x, y, strict=True)]
-    return Ordered(model, args, train_dataset=rows, optimizer_cls_and_kwargs=made_by)
+    return Ordered(model, args, train_dataset=rows(STEPS), optimizer_cls_and_kwargs=made_by)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["no clip", "clip"])
 def test_the_trainers_class_and_arguments(clip: float | None, tmp_path: Path) -> None:
     """The stock Trainer, which clips the model's own gradients."""
     transformers = pytest.importorskip("transformers")
-    model = Regressor()
+    model = Regressor(BF16)
     made_by = (fp16opt.optim.AdamW, {**TOLD, "on_model_write": "error"})
     trainer = trainer_of(transformers.Trainer, model, tmp_path, made_by, max_grad_norm=clip or 0.0, weight_decay=0.125)
     trainer.train()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import inspect
-import logging
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from fp16opt.integrations.optimizer_group import OptimizerGroup, SharedLossScale
 from integrations.byhand import (
     BF16,
     HALF,
+    LIGHTNING,
     ONE_PASS,
     STEPS,
     ByHand,
@@ -47,17 +46,10 @@ from integrations.byhand import (
 
 DTYPES = {"16-true": HALF, "bf16-true": BF16}
 every_precision = pytest.mark.parametrize("precision", DTYPES)
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lightning's advice about workers and devices is not ours; any warning of an optimizer or a scheduler counts."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="lightning")
-        warnings.filterwarnings("error", message=".*lr_scheduler.*|.*optimizer.step.*")
-        yield
+pytestmark = [  # any warning of an optimizer or a scheduler counts
+    pytest.mark.filterwarnings("ignore:::lightning"),
+    pytest.mark.filterwarnings("error:.*lr_scheduler.*|.*optimizer.step.*"),
+]
 
 
 class Module(lightning.LightningModule):
@@ -90,16 +82,7 @@ class Module(lightning.LightningModule):
 
 
 def trainer(plugin: Any, tmp_path: Path, steps: int = STEPS, **options: Any) -> lightning.Trainer:
-    defaults = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_steps": steps,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": tmp_path,
-    }
+    defaults = {**LIGHTNING, "max_steps": steps, "default_root_dir": tmp_path}
     return lightning.Trainer(plugins=plugin, **{**defaults, **options})
 
 

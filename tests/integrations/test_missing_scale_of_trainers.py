@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +10,9 @@ import torch
 from torch import nn
 
 from fp16opt import MixedPrecisionOptimizer
-from integrations.byhand import HALF, adamw, network
+from integrations.byhand import HALF, LIGHTNING, Regressor, adamw, network, rows
 
 pytestmark = pytest.mark.missing_scale
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Accelerate keeps its settings in the process."""
-    yield
-    for name in ("AcceleratorState", "GradientState", "PartialState") if "accelerate" in sys.modules else ():
-        getattr(sys.modules["accelerate.state"], name)._reset_state()
 
 
 def loss_of(net: nn.Module) -> torch.Tensor:
@@ -72,16 +62,8 @@ def by_lightning(settings: dict[str, Any], folder: Path) -> None:
         def configure_optimizers(self) -> Any:
             return adamw(self.parameters())
 
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        plugins=module.MasterWeightsPrecision("16-true", **settings),
-    )
+    plugin = module.MasterWeightsPrecision("16-true", **settings)
+    trainer = lightning.Trainer(**LIGHTNING, max_steps=1, default_root_dir=folder, plugins=plugin)
     trainer.fit(Module(), torch.utils.data.DataLoader([0]))  # type: ignore[arg-type]
 
 
@@ -89,19 +71,10 @@ def by_transformers(settings: dict[str, Any], folder: Path) -> None:
     module = pytest.importorskip("fp16opt.integrations.transformers", exc_type=ImportError)
     from transformers import TrainingArguments
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network(HALF)
-
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": loss_of(self.net) + 0.0 * x.float().sum()}
-
     arguments = TrainingArguments(
         str(folder), max_steps=1, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
     )
-    data: Any = [{"x": torch.ones(1)}]
-    module.Trainer(Net(), arguments, train_dataset=data, master_weights=settings).train()
+    module.Trainer(Regressor(HALF), arguments, train_dataset=rows(1), master_weights=settings).train()
 
 
 TRAINERS = {

@@ -5,9 +5,7 @@ Each test is a row of a table that was made before the engine was rebuilt, where
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,15 @@ from torch import Tensor
 
 pytest.importorskip("lightning")
 pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
 
 import accelerate
 import lightning
-import transformers
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from fp16opt import GradScaler, MixedPrecisionOptimizer
 from integrations.byhand import (
     BF16,
     HALF,
+    LIGHTNING,
     OVERFLOWING,
     STEPS,
     adamw,
@@ -42,18 +38,8 @@ from integrations.byhand import (
     scaled,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:::lightning")
 SCALES_NOT = r"trainers that call it themselves have a module in fp16opt\.integrations"
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="lightning")
-        yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 def dynamic() -> dict[str, Any]:
@@ -101,18 +87,7 @@ class Manual(Module):
 
 
 def fit(module: Module, precision: str, tmp_path: Path, data: Any, **told: Any) -> Module:
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        precision=precision,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        **told,
-    )
+    trainer = lightning.Trainer(**LIGHTNING, max_epochs=1, precision=precision, default_root_dir=tmp_path, **told)
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
     return module
 
@@ -179,33 +154,6 @@ def prepared(options: dict[str, Any], dtype: torch.dtype = HALF, scaler: Any = N
     return accelerator, net, opt, optimizer, scheduler
 
 
-def test_accelerate_with_a_scale_raises() -> None:
-    accelerator, net, _, optimizer, _ = prepared(dynamic())
-    accelerator.backward(loss_of(net, batches(1)[0], HALF))
-    with pytest.raises(RuntimeError, match=SCALES_NOT):
-        optimizer.step()
-
-
-def test_accelerates_clip_after_the_optimizers_own_backward_raises() -> None:
-    """It was ignored, or crushed scaled gradients."""
-    accelerator, net, opt, optimizer, _ = prepared(dynamic())
-    opt.backward(loss_of(net, batches(1)[0], HALF))
-    accelerator.clip_grad_norm_(net.parameters(), 0.5)
-    with pytest.raises(RuntimeError, match="the model's gradients were written after backward"):
-        optimizer.step()
-
-
-def test_fp32_sums_that_plain_backwards_do_not_make_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    accelerator, net, _, optimizer, _ = prepared({"grad_accumulation": "fp32"}, BF16)
-    for _ in range(2):
-        accelerator.backward(loss_of(net, batches(1)[0], BF16))
-        optimizer.step()
-        optimizer.zero_grad()
-    said = [record.message for record in caplog.records if "grad_accumulation" in record.message]
-    assert len(said) == 1
-    assert 'grad_accumulation="fp32" has no effect' in said[0]
-
-
 @pytest.mark.parametrize("made", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
 @pytest.mark.parametrize("clear", ["optimizer", "model"])
 def test_a_scaler_of_accelerates_drives_the_wrapper(made: Callable[..., Any], clear: str) -> None:
@@ -225,38 +173,3 @@ def test_a_scaler_of_accelerates_drives_the_wrapper(made: Callable[..., Any], cl
     assert losses == hand.losses
     assert_same_weights(net, opt, hand)
     assert opt.skipped_steps == sum(hand.skipped) > 1
-
-
-@pytest.mark.parametrize("made", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
-def test_accelerates_clip_under_a_scaler_raises_and_names_the_integration(made: Callable[..., Any]) -> None:
-    accelerator, net, opt, optimizer, _ = prepared({}, scaler=made("cpu", init_scale=8.0))
-    accelerator.backward(loss_of(net, batches(1)[0], HALF))
-    accelerator.scaler.unscale_(opt)
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
-    with pytest.raises(RuntimeError, match=r"Accelerate, transformers, timm have a module in fp16opt\.integrations"):
-        optimizer.step()
-
-
-# -- transformers ------------------------------------------------------------------------------------------------------
-
-
-class Regressor(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network(HALF)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": loss_of(self.net, (x, labels), HALF)}
-
-
-def test_the_stock_trainer_with_a_scale_raises(tmp_path: Path) -> None:
-    model = Regressor()
-    args = transformers.TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=2, save_strategy="no"
-    )
-    opt = MixedPrecisionOptimizer(adamw(model.parameters()), dynamic=True)
-    data = [{"x": x[0], "labels": y[0]} for x, y in batches(16)]
-    schedule = transformers.get_scheduler("constant", opt.optimizer)
-    trainer = transformers.Trainer(model, args, train_dataset=data, optimizers=(opt, schedule))
-    with pytest.raises(RuntimeError, match=SCALES_NOT):
-        trainer.train()

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine.checks import assert_same
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import transformers
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from fp16opt import Loaded, MixedPrecisionOptimizer, load_foreign
 from fp16opt.integrations.transformers import MasterWeightsMixin, Trainer
@@ -27,49 +24,19 @@ from integrations.byhand import (
     HALF,
     STEPS,
     ByHand,
+    Regressor,
     adamw,
     assert_same_run,
     batches,
     by_hand,
-    loss_of,
-    network,
+    rows,
     scale_of,
     scaled,
 )
 
 DTYPES = {"fp16": HALF, "bf16": BF16}
 every_dtype = pytest.mark.parametrize("precision", DTYPES)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Accelerate keeps its settings in the process."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*lr_scheduler.*")
-        yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
-class Regressor(nn.Module):
-    """What the Trainer trains: a module whose forward returns its loss."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.net = network(dtype)
-        self.losses: list[float] = []
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        loss = loss_of(self.net, (x, labels), next(self.net.parameters()).dtype)
-        if self.training:
-            self.losses.append(loss.item())
-        return {"loss": loss, "logits": self.net(x.to(self.net[0].weight.dtype))}
-
-
-def rows(count: int) -> list[dict[str, Tensor]]:
-    """Single samples, of which 4 are a micro-batch of ``batches``."""
-    return [{"x": a, "labels": b} for x, y in batches(count) for a, b in zip(x, y, strict=True)]
+pytestmark = pytest.mark.filterwarnings("error:.*lr_scheduler.*")
 
 
 class InOrder:
@@ -160,16 +127,8 @@ def test_resumed_in_the_middle_it_ends_in_the_same_bits(precision: str, fused: A
     checkpoint = tmp_path / "whole" / f"checkpoint-{STEPS // 2}"
     rest = run(precision, tmp_path / "rest", str(checkpoint), masters(precision, fused_step=fused), **told)
     assert rest.model.losses == whole.model.losses[STEPS:]
-    for one, other in zip(
-        rest.optimizer.optimizer.master_params(), whole.optimizer.optimizer.master_params(), strict=True
-    ):
-        assert torch.equal(one, other)
-    for one, other in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert rest.optimizer.optimizer.loss_scale == whole.optimizer.optimizer.loss_scale
-    mine, want = rest.optimizer.state_dict()["optimizer"], whole.optimizer.state_dict()["optimizer"]
-    for number, state in want["state"].items():
-        assert all(torch.equal(mine["state"][number][key], value) for key, value in state.items())
+    assert_same(rest.optimizer.state_dict(), whole.optimizer.state_dict(), "optimizer")
+    assert_same(dict(rest.model.state_dict()), dict(whole.model.state_dict()), "model")
 
 
 @pytest.mark.parametrize(("dtype", "dynamic"), [(HALF, True), (BF16, False)], ids=str)
@@ -379,23 +338,6 @@ def test_sft_trainer_with_the_mixin(tmp_path: Path) -> None:
     check_tuned(trainer, model, before)
 
 
-def test_sft_configs_own_bf16_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """``SFTConfig()`` turns BF16 autocast on by itself, under which FP16 weights run."""
-    trl = pytest.importorskip("trl")
-    import datasets
-
-    class Tuning(MasterWeightsMixin, trl.SFTTrainer):
-        pass
-
-    told = {**{name: value for name, value in TOLD.items() if name != "bf16"}, "max_steps": 1}
-    args = trl.SFTConfig(output_dir=str(tmp_path), **told)
-    assert args.bf16 is True
-    data = datasets.Dataset.from_dict({"text": [" ".join(WORDS[i : i + 8]) for i in range(20)]})
-    trainer = Tuning(tiny(HALF), args, train_dataset=data, processing_class=word_tokenizer(WORDS))
-    trainer.train()
-    assert sum("FP16 weights run under BF16 autocast (bf16=True" in message for message in caplog.messages) == 1
-
-
 def test_dpo_trainer_with_the_mixin(tmp_path: Path) -> None:
     """The model that it refers to stays as it is."""
     trl = pytest.importorskip("trl")
@@ -582,13 +524,3 @@ def test_deepspeed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(accelerate.Accelerator, "distributed_type", kind)
     with pytest.raises(ValueError, match=r"DEEPSPEED keeps masters and a loss scale of its own\. Use transformers\.Tr"):
         Ordered(Regressor(HALF), arguments(tmp_path))
-
-
-def test_fsdp1_is_refused_by_name(tmp_path: Path) -> None:
-    """Its pieces, as they are marked, don't tell which part of a weight they are."""
-    model = Regressor(HALF)
-    for param in model.parameters():
-        param._fsdp_flattened = True  # type: ignore[attr-defined]
-    trainer = Ordered(model, arguments(tmp_path, max_steps=1), train_dataset=rows(4))
-    with pytest.raises(ValueError, match=r"FullyShardedDataParallel \(FSDP1\)"):
-        trainer.train()

@@ -13,7 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp16opt import DynamicLossScaler
 from fp16opt.integrations.accelerate import Accelerator
-from integrations.byhand import HALF, OVERFLOWING, ByHand, adamw, batches, loss_of, network
+from integrations.byhand import (
+    HALF,
+    OVERFLOWING,
+    AccelerateLoop,
+    ByHand,
+    adamw,
+    batches,
+    check_masters,
+    check_run,
+    network,
+)
 
 STEPS = 16
 
@@ -28,30 +38,18 @@ def main(folder: Path) -> None:
     net, optimizer = accelerator.prepare(net, adamw(net.parameters()))
     if not isinstance(net, DistributedDataParallel):
         raise SystemExit(f"expected DDP, got {type(net).__name__}")
-    losses, skipped = [], []
-    for batch in data:
-        with accelerator.accumulate(net):
-            loss = loss_of(net, batch, HALF)
-            losses.append(loss.item())
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(net.parameters(), 0.5)
-            optimizer.step()
-            if accelerator.sync_gradients:
-                skipped.append(accelerator.optimizer_step_was_skipped)
-            optimizer.zero_grad()
-    if losses != hand.losses or skipped != hand.skipped or not any(skipped):
-        raise SystemExit(f"losses {losses}, wanted {hand.losses}; skips {skipped}, wanted {hand.skipped}")
-    for number, (got, want) in enumerate(zip(optimizer.optimizer.master_params(), hand.masters, strict=True)):
-        if not torch.equal(got.detach(), want.detach()):
-            raise SystemExit(f"master {number} is off")
+    loop = AccelerateLoop()
+    loop.accelerator, loop.net, loop.optimizer = accelerator, net, optimizer
+    loop.train(data, clip=0.5)
+    check_run("DDP", loop.losses, loop.skipped, hand)
+    check_masters("DDP", optimizer.optimizer.master_params(), hand.masters)
     accelerator.save_state(folder / "state")
     accelerator.wait_for_everyone()
     saved = {key: value.clone() for key, value in net.state_dict().items()}
     accelerator.load_state(folder / "state")
     if not all(torch.equal(saved[key], value) for key, value in net.state_dict().items()):
         raise SystemExit("a state that was saved and loaded is another one")
-    print(f"rank {os.environ['RANK']}: all is well, {sum(skipped)} of {len(skipped)} steps were skipped")
+    print(f"rank {os.environ['RANK']}: all is well, {sum(loop.skipped)} of {len(loop.skipped)} steps were skipped")
 
 
 if __name__ == "__main__":

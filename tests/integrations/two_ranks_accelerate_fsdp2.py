@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -19,14 +18,25 @@ from torch.distributed.tensor import DTensor
 import fp16opt.distributed
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 from fp16opt.integrations.accelerate import Accelerator
-from integrations.byhand import HALF, OVERFLOWING, ByHand, adamw, batches, loss_of, network, whole
+from integrations.byhand import (
+    HALF,
+    OVERFLOWING,
+    AccelerateLoop,
+    ByHand,
+    adamw,
+    batches,
+    check_masters,
+    check_run,
+    network,
+    raised,
+)
 from integrations.sharding import as_on_accelerators
 
 STEPS = 16
 
 
-class Loop:
-    """A training as Accelerate's documentation writes it."""
+class Loop(AccelerateLoop):
+    """One of a model that is sharded."""
 
     def __init__(self) -> None:
         as_on_accelerators()
@@ -41,31 +51,12 @@ class Loop:
         self.net, self.optimizer = self.accelerator.prepare(net, adamw(net.parameters()))
         if not all(isinstance(param, DTensor) for param in self.net.parameters()):
             raise SystemExit("nothing was sharded")
-        self.losses: list[float] = []
-        self.skipped: list[bool] = []
-
-    def train(self, data: Any) -> Loop:
-        for batch in data:
-            with self.accelerator.accumulate(self.net):
-                loss = loss_of(self.net, batch, HALF)
-                self.losses.append(loss.item())
-                self.accelerator.backward(loss)
-                if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.net.parameters(), 0.5)
-                self.optimizer.step()
-                if self.accelerator.sync_gradients:
-                    self.skipped.append(self.accelerator.optimizer_step_was_skipped)
-                self.optimizer.zero_grad()
-        return self
+        super().__init__()
 
 
 def check(what: str, loop: Loop, hand: ByHand) -> None:
-    for number, (got, want) in enumerate(zip(loop.optimizer.optimizer.master_params(), hand.masters, strict=True)):
-        if not whole(got).equal(want.detach()):
-            raise SystemExit(f"{what}: master {number} is off by {(whole(got) - want.detach()).abs().max()}")
-    for got, want in zip(loop.net.parameters(), hand.models, strict=True):
-        if not whole(got).equal(want.detach()):
-            raise SystemExit(f"{what}: the model is not its masters")
+    check_masters(what, loop.optimizer.optimizer.master_params(), hand.masters)
+    check_masters(f"{what}: the model", loop.net.parameters(), hand.models)
 
 
 def resume_elsewhere(folder: Path) -> None:
@@ -81,7 +72,7 @@ def resume_elsewhere(folder: Path) -> None:
             if not torch.equal(exported[name], master.detach()):
                 raise SystemExit(f"exported: {name} is not its master")
     if os.environ["WORLD_SIZE"] == "1":
-        rest.train(data[STEPS:])
+        rest.train(data[STEPS:], clip=0.5)
         check("on one rank", rest, hand.train(data[STEPS:], HALF))
     print(f"rank {os.environ['RANK']}: all is well")
 
@@ -90,35 +81,27 @@ def main(folder: Path) -> None:
     """Both ranks see the same batches, so that averages over ranks are what each rank has."""
     data = batches(2 * STEPS)
     hand = ByHand(network(HALF), scale=reference.Scale(OVERFLOWING, 5), micro=2, clip=0.5).train(data, HALF)
-    loop = Loop().train(data)
-    if loop.losses != hand.losses or loop.skipped != hand.skipped or not any(loop.skipped):
-        raise SystemExit(f"losses {loop.losses}, wanted {hand.losses}; skips {loop.skipped}, wanted {hand.skipped}")
+    loop = Loop().train(data, clip=0.5)
+    check_run("whole", loop.losses, loop.skipped, hand)
     check("whole", loop, hand)
-    half = Loop().train(data[:STEPS])
+    half = Loop().train(data[:STEPS], clip=0.5)
     half.accelerator.save_state(str(folder / "half"))
-    try:
-        half.accelerator.save_state(str(folder / "half"))
-    except FileExistsError as error:
-        if "masters were saved there before" not in str(error):
-            raise
-    else:
-        raise SystemExit("a second state in the same folder was not refused")
+    state = str(folder / "half")
+    raised(FileExistsError, "masters were saved there before", lambda: half.accelerator.save_state(state))
     rest = Loop()
     rest.accelerator.load_state(str(folder / "half"))
-    rest.train(data[STEPS:])
+    rest.train(data[STEPS:], clip=0.5)
     if rest.losses != hand.losses[STEPS:]:
         raise SystemExit(f"resumed: losses {rest.losses}, wanted {hand.losses[STEPS:]}")
     check("resumed", rest, hand)
     if rest.optimizer.optimizer.loss_scale != hand.scale.value:
         raise SystemExit(f"resumed: the scale is {rest.optimizer.optimizer.loss_scale}, wanted {hand.scale.value}")
     net = network(HALF)
-    try:
-        rest.accelerator.prepare(net, MixedPrecisionOptimizer(adamw(net.parameters())))
-    except ValueError as error:
-        if "it was wrapped before prepare shards the model, and its masters are whole" not in str(error):
-            raise
-    else:
-        raise SystemExit("an optimizer that was wrapped too early was not refused")
+    raised(
+        ValueError,
+        "it was wrapped before prepare shards the model, and its masters are whole",
+        lambda: rest.accelerator.prepare(net, MixedPrecisionOptimizer(adamw(net.parameters()))),
+    )
     print(f"rank {os.environ['RANK']}: all is well, {sum(loop.skipped)} of {len(loop.skipped)} steps were skipped")
 
 

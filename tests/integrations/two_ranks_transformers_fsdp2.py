@@ -16,31 +16,28 @@ import torch
 import transformers
 from contract import reference
 from distributed.world import leave
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fp16opt.optim
 from fp16opt import DynamicLossScaler
 from fp16opt.integrations.transformers import Trainer
-from integrations.byhand import HALF, OVERFLOWING, ByHand, batches, loss_of, network, whole
+from integrations.byhand import (
+    HALF,
+    OVERFLOWING,
+    ByHand,
+    Regressor,
+    batches,
+    check_masters,
+    network,
+    raised,
+    rows,
+    whole,
+)
 from integrations.sharding import as_on_accelerators
 
 STEPS = 16
 ADAMW = torch.optim.AdamW, {"lr": 2.0**-6, "foreach": False}  # the Trainer's groups say how weights decay: not at all
-
-
-class Regressor(nn.Module):
-    """What the Trainer trains: a module whose forward returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network(HALF)
-        self.losses: list[float] = []
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        loss = loss_of(self.net, (x, labels), HALF)
-        self.losses.append(loss.item())
-        return {"loss": loss}
 
 
 class Ordered(Trainer):
@@ -74,12 +71,11 @@ def trainer_of(folder: Path, kind: str, options: Any = None, made_by: Any = ADAM
     settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": STEPS, "seed": 0}
     settings |= {"max_grad_norm": 0.5, "learning_rate": 2.0**-6, "save_strategy": "steps", "save_steps": STEPS // 2}
     args = transformers.TrainingArguments(str(folder), fsdp=True, fsdp_config=sharding, **{**settings, **told})
-    rows = [{"x": a, "labels": b} for x, y in batches(2 * STEPS) for a, b in zip(x, y, strict=True)]
     scaler = {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5)} if made_by is ADAMW else {}
     trainer = Ordered(
-        Regressor(),
+        Regressor(HALF),
         args,
-        train_dataset=rows,
+        train_dataset=rows(2 * STEPS),
         optimizer_cls_and_kwargs=made_by,
         master_weights={"fused_step": False, **scaler, **(options or {})},
         callbacks=[AtBeginning()],
@@ -112,12 +108,6 @@ def in_groups(params: Any) -> list[Tensor]:
     return sorted(params, key=lambda param: param.dim() < 2)
 
 
-def check_masters(what: str, got: Any, want: Any) -> None:
-    for number, (mine, theirs) in enumerate(zip(got, want, strict=True)):
-        if not torch.equal(whole(mine), whole(theirs)):
-            raise SystemExit(f"{what}: master {number} is off by {(whole(mine) - whole(theirs)).abs().max()}")
-
-
 def check(what: str, trainer: Any, hand: ByHand, losses: list[float]) -> None:
     optimizer = trainer.optimizer.optimizer
     if trainer.model.losses != losses:
@@ -130,16 +120,6 @@ def check(what: str, trainer: Any, hand: ByHand, losses: list[float]) -> None:
 
 def beginning(trainer: Any) -> AtBeginning:
     return next(one for one in trainer.callback_handler.callbacks if isinstance(one, AtBeginning))
-
-
-def raised(error: type[Exception], message: str, call: Any) -> None:
-    try:
-        call()
-    except error as caught:
-        if message not in str(caught):
-            raise
-    else:
-        raise SystemExit(f"{message!r} was not raised")
 
 
 def train_and_resume(folder: Path) -> None:

@@ -17,43 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer, Monitor
-from fp16opt.tools.reports import sinks, statistics
+from fp16opt.tools.reports import sinks
 from fp16opt.tools.reports.monitor import NUMBERS
 
 HALF = torch.float16
 
 # -- tables of numbers -------------------------------------------------------------------------------------------------
-
-
-def test_gradients_in_a_table() -> None:
-    grads = [torch.tensor([0.0, 2.0**-20, 3.0, 4e4]).half(), None, torch.zeros(0), torch.tensor([-2.0]).double()]
-    table = statistics.of_gradients(grads, torch.device("cpu"))
-    assert table[:, 0].tolist() == [4, 0, 0, 1]
-    assert table[0, 1].item() == pytest.approx(9 + 4e4**2)
-    assert table[:, 2:].tolist() == [[4e4, 1, 1, 1], [0] * 4, [0] * 4, [2, 0, 0, 0]]
-
-
-def test_steps_in_a_table() -> None:
-    masters = {0: torch.ones(4), 3: torch.full((2,), 2.0).double()}
-    before = statistics.take(masters)
-    masters[0][:2] += torch.tensor([2.0**-12, 0.5])
-    masters[3] -= 1.0
-
-    def now(position: int) -> tuple[Tensor, Tensor]:
-        return masters[position], masters[position].half() if position == 0 else masters[position]
-
-    table = statistics.of_updates(before, now, 5, torch.device("cpu"))
-    assert [row.any().item() for row in table] == [True, False, False, True, False]
-    first = dict(zip(statistics.UPDATE, table[0].tolist(), strict=True))
-    assert (first["count"], first["moved"], first["lost"]) == (4, 2, 1)
-    assert first["ulp"] == 4 * 2.0**-10
-    assert first["update_sumsq"] == 2.0**-24 + 0.25
-    assert first["distance_sumsq"] == 2.0**-24, "the one that was lost"
-    second = dict(zip(statistics.UPDATE, table[3].tolist(), strict=True))
-    assert second == {
-        **dict.fromkeys(statistics.UPDATE, 0.0),
-        **{"count": 2, "master_sumsq": 2, "update_sumsq": 2, "update": 2, "moved": 2},
-    }
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
