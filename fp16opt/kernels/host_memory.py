@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import resource
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -352,6 +351,8 @@ def available() -> int | None:
 
 def facts() -> str:
     """What limits page-locked memory here, in words."""
+    import resource  # not there on Windows, where nothing comes here
+
     group, machine, (lock, _) = _group_limit(), _machine(), resource.getrlimit(resource.RLIMIT_MEMLOCK)
     words = ["free memory isn't known" if machine is None else f"{in_gib(machine)} are free"]
     words.append("ulimit -l is " + ("unlimited" if lock == resource.RLIM_INFINITY else in_gib(lock)))
