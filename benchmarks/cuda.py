@@ -5,7 +5,8 @@
 Rows: unscale with check and norm, and masters to FP16, as shares of the card's own copy bandwidth; whole steps (clip
 and step) against GradScaler with clip_grad_norm_(foreach=True) and torch's fused AdamW on FP32 parameters: by torch's
 fused AdamW on the masters, in one pass, and in one pass with split masters and 8 bits of state; kernels launched in a
-step besides the wrapped optimizer's; host time of a step with 1,000 tensors.
+step besides the wrapped optimizer's; host time of a step with 1,000 tensors; a step whose state lies on the host as a
+share of copies over the link, both ways at once.
 Results are checked before they are timed. Times are those of CUDA events behind work that keeps the device busy, as a
 backward does, until the host has queued what it can; host times those of the call alone, with a device that has nothing
 else to do. Contenders take turns, ratios are taken within a round. The JSON says card, driver, versions and command.
@@ -294,6 +295,54 @@ def step_rows(name: str, problem: Problem, rounds: int) -> list[common.Row]:
     return rows
 
 
+class Link:
+    """As many bytes as a step with state on the host moves, copied both ways at once."""
+
+    name = "the link, both ways"
+
+    def __init__(self, size: int) -> None:
+        self.up, self.down = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+        self.hosts = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def prepare(self) -> None:
+        """Nothing to bring back."""
+
+    def run(self) -> None:
+        now = torch.cuda.current_stream()
+        for stream in self.streams:
+            stream.wait_stream(now)
+        with torch.cuda.stream(self.streams[0]):
+            self.up.copy_(self.hosts[0], non_blocking=True)
+        with torch.cuda.stream(self.streams[1]):
+            self.hosts[1].copy_(self.down, non_blocking=True)
+        for stream in self.streams:
+            now.wait_stream(stream)
+
+
+def offload_rows(name: str, problem: Problem, rounds: int) -> list[common.Row]:
+    """A step whose state lies on the host, beside copies of as many bytes; and beside the same step on the card."""
+    settings: dict[str, Any] = {"fused_step": True, "master_weights": "split24", "optimizer_state": "8bit"}
+    there = Engine(problem, "state on the host", offload="cpu", **settings)
+    here = Engine(problem, "state on the card", **settings)
+    for contender, _ in itertools.product((there, here), range(3)):
+        contender.prepare()
+        contender.run()
+    if not all(map(torch.equal, there.model, here.model)):
+        raise SystemExit(f"{name}: weights of a step with state on the host are others")
+    link = Link(there.opt.memory().host)
+    times = on_device([link, there, here], rounds)
+    seconds = {which: times[which][0] for which in times}
+    shares = [a / b for a, b in zip(seconds[link.name], seconds[there.name], strict=True)]
+    slower = [a / b for a, b in zip(seconds[there.name], seconds[here.name], strict=True)]
+    what = f"{name}: step with state on the host, split24 and 8 bits"
+    return [
+        row(f"{what}, share of the link's speed both ways", 0.85, shares, at_least=True),
+        row(f"{what} / the same on the card", None, slower),
+        row(f"{what}, ms", None, [1e3 * each for each in seconds[there.name]]),
+    ]
+
+
 def driver() -> str:
     """The version of NVIDIA's driver, as its own tool says it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -338,6 +387,9 @@ def main() -> None:
         if name != "small":
             rows += kernel_rows(name, problem, arguments.rounds)
         rows += step_rows(name, problem, arguments.rounds)
+        if name != "small":
+            rows += offload_rows(name, problem, arguments.rounds)
+            free_memory()
         del problem
         free_memory()
     print("  ".join(f"{key} {value}" for key, value in card().items()))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from .engine.dtensors import local
+from .kernels import CallCache
+from .kernels.host_memory import is_on_host
 
 _PACKAGE = __name__.split(".")[0]
 _ENDS = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
@@ -26,6 +28,7 @@ class Memory:
         moments: optimizer state, step counters included.
         gradients: the model's, the masters' and what is kept of them.
         engine: statistics, samples and the loss scale.
+        host: how much of all that lies in page-locked memory of the host, for a card.
 
     Example:
         >>> Memory(1000, weights=2000, masters=4000, moments=8000, gradients=2000).per_parameter()
@@ -40,6 +43,7 @@ class Memory:
     moments: int = 0
     gradients: int = 0
     engine: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -48,7 +52,8 @@ class Memory:
 
     def parts(self) -> dict[str, int]:
         """Bytes by kind."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "parameters"}
+        names = [field.name for field in fields(self) if field.name not in ("parameters", "host")]
+        return {name: getattr(self, name) for name in names}
 
     def per_parameter(self) -> float:
         """Bytes for each element of a parameter; 0 where there are none."""
@@ -58,7 +63,11 @@ class Memory:
         if not self.parameters:  # this rank's shards are empty
             return f"{self.total} bytes; no element of a parameter is on this rank"
         parts = ", ".join(f"{name} {value / self.parameters:.2f}" for name, value in self.parts().items())
-        return f"{self.per_parameter():.2f} bytes a parameter: {parts}"
+        said = f"{self.per_parameter():.2f} bytes a parameter: {parts}"
+        if not self.host:
+            return said
+        card, host = (self.total - self.host) / self.parameters, self.host / self.parameters
+        return f"{said}; on the card {card:.2f}, on the host {host:.2f}"
 
 
 def measure(parameters: Iterable[Tensor], kinds: Mapping[str, Any]) -> Memory:
@@ -70,31 +79,53 @@ def measure(parameters: Iterable[Tensor], kinds: Mapping[str, Any]) -> Memory:
             Of objects those of this package are searched.
     """
     seen: set[tuple[str, int]] = set()
-    taken = {name: sum(_bytes(tensors_in(holder), seen)) for name, holder in kinds.items()}
-    return Memory(sum(local(parameter).numel() for parameter in parameters), **taken)
+    found = {name: list(_memory(tensors_in(holder), seen)) for name, holder in kinds.items()}
+    taken = {name: sum(piece.untyped_storage().nbytes() for piece in pieces) for name, pieces in found.items()}
+    host = sum(p.untyped_storage().nbytes() for pieces in found.values() for p in pieces if is_on_host(p))
+    return Memory(sum(local(parameter).numel() for parameter in parameters), **taken, host=host)
 
 
-def _bytes(tensors: Iterable[Tensor], seen: set[tuple[str, int]]) -> Iterator[int]:
-    """The size of each piece of memory that is not ``seen`` yet."""
+def _memory(tensors: Iterable[Tensor], seen: set[tuple[str, int]]) -> Iterator[Tensor]:
+    """A tensor of each piece of memory that is not ``seen`` yet."""
     for tensor in tensors:
         piece = local(tensor)
         if piece.layout is not torch.strided:
-            yield from _bytes((piece._indices(), piece._values()), seen)
+            yield from _memory((piece._indices(), piece._values()), seen)
             continue
         storage = piece.untyped_storage()
         address = (str(piece.device), storage.data_ptr() or id(tensor))
         if storage.nbytes() and address not in seen:
             seen.add(address)
-            yield storage.nbytes()
+            yield piece
 
 
 def tensors_in(holder: Any) -> Iterator[Tensor]:
-    """Every tensor that ``holder`` leads to, through containers and objects of this package, once each.
+    """Every tensor of :func:`found_in`.
 
     Example:
         >>> [tensor.numel() for tensor in tensors_in({"a": [torch.zeros(2)], "b": (1, torch.zeros(3))})]
         [2, 3]
     """
+    return (item for item in found_in(holder) if isinstance(item, Tensor))
+
+
+def apart_from(theirs: Iterable[Tensor], holder: Any) -> list[Tensor]:
+    """This rank's pieces of all that ``holder`` leads to, but for what shares memory with ``theirs``.
+
+    With the tensors that views are of. What calls know of addresses is forgotten.
+    """
+    found = list(found_in(holder))
+    for item in found:
+        if isinstance(item, CallCache):
+            item.forget()
+    mine = [local(item) for item in found if isinstance(item, Tensor) and item.layout is torch.strided]
+    mine += [one._base for one in mine if one._base is not None]  # a view holds it, and by it the memory
+    known = {local(one).untyped_storage().data_ptr() for one in theirs if one.layout is torch.strided}
+    return [one for one in mine if one.untyped_storage().data_ptr() not in known]
+
+
+def found_in(holder: Any) -> Iterator[Any]:
+    """Every tensor that ``holder`` leads to through containers and objects of this package, and these objects."""
     known: set[int] = set()
     open_ = [holder]
     while open_:
@@ -109,6 +140,7 @@ def tensors_in(holder: Any) -> Iterator[Tensor]:
         elif isinstance(item, (list, tuple, set, frozenset)):
             open_ += reversed(list(item))
         elif type(item).__module__.split(".")[0] == _PACKAGE and not isinstance(item, type):
+            yield item
             open_ += list(vars(item).values()) if hasattr(item, "__dict__") else []
             names = (name for cls in type(item).__mro__ for name in cls.__dict__.get("__slots__", ()))
             open_ += [getattr(item, name) for name in names if hasattr(item, name)]

@@ -24,15 +24,16 @@ from .engine.arguments import (
     open_group,
 )
 from .engine.attributes import convert_attributes
-from .engine.config import Config, GradAccumulation, MasterWeights, OnModelWrite, OptimizerState
+from .engine.config import Config, GradAccumulation, MasterWeights, OffloadTo, OnModelWrite, OptimizerState
 from .engine.diagnostics import (
     Lines,
     Overflow,
     describe,
     warn_eps,
 )
+from .engine.dtensors import raw_grad
 from .engine.folded import unmark
-from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec
+from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec, steps_on_device
 from .engine.gradients import StepState
 from .engine.look import Look
 from .engine.masters import Masters, NoMasters, on_memory_of, own_masters
@@ -41,12 +42,13 @@ from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.changes import Changes, require_tensors
 from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
+from .engine.modes.offload import HOST, Offload, asking, check_served
 from .engine.modes.release import ReleasedStep, ReleasingState, check_release
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
 from .engine.one_pass import OnePassStep, check_one_pass
 from .engine.outcome import Outcome, read_at_once
-from .engine.params import HALF_DTYPES, ParamTable, StateByParam, labelled
+from .engine.params import HALF_DTYPES, ParamPair, ParamTable, StateByParam, labelled
 from .engine.passes import Gradients
 from .engine.ranks import Digest, Facts
 from .engine.schema import is_ours
@@ -66,7 +68,8 @@ from .engine.wrapped_step import (
     remake_first_state,
 )
 from .kernels import backends
-from .memory import Memory, measure
+from .kernels.host_memory import Shelf
+from .memory import Memory, apart_from, measure
 from .scaling import LossScaler
 
 _NOT_COPIED = (
@@ -76,6 +79,8 @@ _NOT_COPIED = (
     "step_state",
     "_true_gradients",
     "_spec",
+    "_offload",
+    "_shelf",
     "_stepper",
     "_guard",
     "_names",
@@ -159,6 +164,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         optimizer_state: "fp32": moments are FP32 tensors, 8 bytes a parameter with Adam. "8bit": SGD with momentum,
             Adam and AdamW (without amsgrad) keep codes, 2 bytes a parameter with Adam, of matrices from 4,096
             elements and 64 a row on. They step in one pass. Checkpoints hold FP32.
+        offload: "cpu": masters or remainders, moments or codes lie in page-locked memory of the host, asked for here,
+            and the card steps them over the link. Results are those without. It takes a one-pass step on a CUDA card.
         gradient_release: True: each parameter is stepped in backward when its gradient arrives, and the gradient is
             freed. It takes a one-pass step, one backward a step, a static scale and no clip; a gradient that is not
             finite leaves its parameter alone, while others are stepped.
@@ -197,6 +204,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         fused_step: bool | str = "auto",
         master_weights: MasterWeights = "full",
         optimizer_state: OptimizerState = "fp32",
+        offload: OffloadTo | None = None,
         gradient_release: bool = False,
         closure: str | None = None,
         track_changes: bool = False,
@@ -214,6 +222,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             gradient_release,
             closure,
             track_changes,
+            offload,
         )
         self._names = {id(param): name for name, param in named(named_parameters)}
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
@@ -237,11 +246,19 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _check_new(self, optimizer: Optimizer) -> None:
         """Raise ``ValueError`` where an optimizer that is about to be wrapped does not go with the arguments."""
-        self._spec = state8.spec_of(self.config.optimizer_state, type(optimizer))
+        self._spec: Any = state8.spec_of(self.config.optimizer_state, type(optimizer))
         groups = optimizer.param_groups
         check_one_pass(self.config, optimizer, self._spec, groups, self._names, is_new=True)
         if self.config.optimizer_state == "8bit":
             state8.check_moments(optimizer.state_dict(), [name for name, _ in labelled(groups, self._names)])
+        self._begin_offload(groups)
+
+    def _begin_offload(self, groups: list[dict[str, Any]]) -> None:
+        """Ask for the host's memory, where the argument says so."""
+        self._offload: Offload | None = None
+        self._shelf, self._is_away = Shelf(), False
+        if self.config.offload is not None:
+            self._spec = self._offload = Offload(self._spec, self.config.master_weights, groups, self._names)
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         kinds: dict[str, Callable[[], Masters]] = {
@@ -264,7 +281,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._changes = Changes(self.params) if self.config.track_changes else None
         self.outcome = Outcome(self.lines, all_or_nothing=not self.gradient_release)
         self._compose()
-        self._convert_state()
+        self._convert_state(self._spec)
 
     def _compose(self) -> None:
         """Make the components that hold gradients. A copy or pickle is made without them, and makes its own here."""
@@ -304,6 +321,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         is_apart = self.masters.are_apart and model.dtype in HALF_DTYPES
         master = self.masters.make(model) if is_apart else on_memory_of(model)
+        if self._offload is not None and is_apart:
+            self.masters.move(master, self._offload.place)
         self._carry_state(model, master)
         return master, is_apart
 
@@ -349,6 +368,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 )
             raise AttributeError(f"{words}. {more}")
 
+    @property
+    def offload_to(self) -> OffloadTo | None:
+        """The argument ``offload``: "cpu", or None."""
+        return self.config.offload
+
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
         return self.outcome.steps_taken + self.step_state.ahead
@@ -359,7 +383,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
-            f"optimizer_state: {self.optimizer_state!r}{self._state_kept()}, "
+            f"optimizer_state: {self.optimizer_state!r}{self._state_kept()}, offload: {self.offload_to!r}, "
             f"gradient_release: {self.gradient_release!r}\n"
             f"  step: {self._stepper.describe()}\n  memory: {self._measured()}\n)"
         )
@@ -406,6 +430,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self.config.required_by:
             require_fused_spec(type(self.inner))
         self._spec = state8.spec_of(self.optimizer_state, type(self.inner))
+        self._begin_offload(self.params.with_models(self.inner.param_groups))
+        if self._offload is not None:
+            for pair in self.params.all:
+                if pair.is_apart:
+                    self.masters.move(pair.master, self._offload.place)
+            self._bring_state({})
         self.model_writes.count_anew()
         self._compose()
         make_hook_tables(self, self.optimizer)
@@ -456,6 +486,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if self.step_state.is_stepping:
             raise errors.WITHIN_A_STEP(call=call)
+        if self._offload is not None:
+            self._offload.require_here(call)
+        if self._is_away:
+            raise errors.OFFLOADED(call=call)
         self._finish_step()
 
     def _look(self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> Look:
@@ -505,9 +539,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Parameters were added, removed, replaced or reordered."""
         if not gives_up:
             self.step_state.require_open()
-        models = {id(pair.master): pair.model for pair in self.params.all}
-        asked = [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
-        check_one_pass(self.config, self.inner, self._spec, asked, self._names)
+        check_one_pass(self.config, self.inner, self._spec, self.params.with_models(groups), self._names)
         self.model_writes.write_edited()  # while those that leave are known
         before = {id(pair): position for position, pair in enumerate(self.params.all)}
         gone = self.params.sync(groups, self._names, self._adopt)
@@ -742,7 +774,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             set_to_none: Set the model's ``.grad`` to None, and not to zeros. Masters' are None in either case; the
                 engine keeps their memory for the next step.
         """
-        if not self.step_state.is_stepping:  # else a hook has called: the step goes on with what it has found
+        # Where a hook has called the step goes on with what it has found.
+        if not (self.step_state.is_stepping or self._is_away):
             self._begin("zero_grad", verifies=False, gives_up=True)
             self._count_given_up()
         self.step_state.clear(set_to_none)
@@ -1177,7 +1210,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             >>> opt.memory().masters
             4000
         """
-        self.params.verify_moved()
+        if not self._is_away:  # else the model may be away, too
+            self.params.verify_moved()
         return self._measured()
 
     def _measured(self) -> Memory:
@@ -1193,6 +1227,49 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             "engine": self,
         }
         return measure(weights, kinds)
+
+    # -- phases of a run ---------------------------------------------------------------------------------------------
+
+    @opaque
+    @outside_inference
+    def offload(self) -> None:
+        """Bring all that the engine keeps on the card to page-locked memory of the host, until :meth:`onload`.
+
+        Masters, remainders, state, sums, scales, statistics; weights and their gradients are the model's and its
+        framework's. In between calls that need any of it raise. The host's memory is kept for the next time. With
+        ``offload="cpu"`` it lies there already, and this does nothing. CUDA graphs must be captured anew after it.
+
+        Raises:
+            ValueError: A parameter doesn't lie on a card with memory of its own. Nothing is changed then.
+            RuntimeError: There is too little host memory, or gradients wait for a step. Nothing is changed then.
+
+        Syncs.
+        """
+        self._begin("offload")
+        check_served("opt.offload()", zip(self.params.names, self.params.models, strict=True))
+        if self.step_state.waits_for_step():
+            raise errors.OFFLOAD_BETWEEN()
+        if self._offload is None:
+            asking(self._shelf.prepare, self._own_tensors())
+            self._is_away = True
+            self._shelf.put(self._own_tensors())
+
+    @opaque
+    @outside_inference
+    def onload(self) -> None:
+        """Bring back to the card what :meth:`offload` has brought to the host: the same bits. Syncs."""
+        if self._is_away:
+            self._shelf.take_back(self._own_tensors())
+            self._is_away = False
+            self._begin("onload")
+
+    def _own_tensors(self) -> list[Tensor]:
+        """This rank's pieces of all that lies on a card and is not the model's; no call knows addresses after this."""
+        self.params.changed()
+        weights = [*self.params.models, *self.params.elsewhere]
+        theirs = [one for weight in weights for one in (weight, raw_grad(weight)) if one is not None]
+        found = apart_from(theirs, [self, self.inner.state, self.gradients.tensors()])
+        return [one for one in found if steps_on_device(one.device)]
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
@@ -1215,6 +1292,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.model_writes.warn_if_due()
         counts = self.steps_counted(), self.outcome.skipped_steps
         built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, *counts)
+        if self._offload is not None:
+            inner = built["optimizer"]
+            built["optimizer"] = {**inner, "state": {k: self._offload.saved(v) for k, v in inner["state"].items()}}
         if fused_spec_for(type(self.optimizer)) is not None:
             built["optimizer"] = counters_saved(built["optimizer"])
         if self.optimizer_state == "8bit":
@@ -1226,7 +1306,22 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _saved_masters(self) -> list[Tensor | None]:
         """FP32 masters in order, None where one lies on the weight's memory: a value has one home in a checkpoint."""
-        return [self.masters.read([pair])[0] if pair.is_apart else None for pair in self.params.all]
+        return [self.value_to_save(pair) if pair.is_apart else None for pair in self.params.all]
+
+    @property
+    def saved_on(self) -> torch.device | None:
+        """The device that checkpoints are made on; None: where masters are."""
+        return None if self._offload is None else HOST
+
+    def value_to_save(self, pair: ParamPair) -> Tensor:
+        """A master in FP32, detached; with ``offload="cpu"`` on the host."""
+        if self._offload is None or not pair.is_apart:
+            return self.masters.read([pair])[0]
+        return self._offload.read(self.masters, pair)
+
+    def state_to_save(self, entry: Any) -> Any:
+        """A parameter's state in FP32 under torch's names; with ``offload="cpu"`` on the host."""
+        return state8.whole_entry(entry if self._offload is None else self._offload.saved(entry))
 
     @opaque
     @outside_inference
@@ -1272,7 +1367,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._params_changed([None if n in thawed else n for n in range(len(self.params))], is_thaw=True)
         if not plan.has_masters:  # else weights that were loaded just before would be undone below
             self.model_writes.sync()
-        plan.apply(self._convert_loaded, lambda: self._finish_load(plan, state_dict))
+        there = {master: dict(entry) for master, entry in self.inner.state.items() if isinstance(entry, dict)}
+        plan.apply(self._convert_loaded, lambda: self._finish_load(plan, state_dict, there))
 
     def _decoded(self, state_dict: Any) -> Any:
         """A checkpoint with FP32 state in place of codes, of which the optimizer can make its own.
@@ -1304,20 +1400,36 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _plan(self, state_dict: Any, masters: list[Tensor | None]) -> checkpoint.LoadPlan:
         return checkpoint.plan_load(
-            state_dict, optimizer=self.inner, masters=masters, names=self.params.names, scaler=self.scaler
+            state_dict,
+            optimizer=self.inner,
+            masters=masters,
+            names=self.params.names,
+            scaler=self.scaler,
+            where=self.saved_on,
         )
 
     def _convert_loaded(self) -> None:
         """Loaded state comes to the form in which it is kept."""
         self.masters.lay_out(self.params.all, self.inner.state)
-        self._convert_state()
+        self._convert_state(self._spec if self._offload is None else self._offload.inner)  # which leaves it on the host
 
-    def _convert_state(self) -> None:
-        if self._spec is not None:
-            self._spec.convert_all(self.params.all, self.inner)
+    def _convert_state(self, spec: Any) -> None:
+        if spec is not None:
+            spec.convert_all(self.params.all, self.inner)
 
-    def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any]) -> None:
-        """Masters and counts of a checkpoint that has them are taken, and the model follows."""
+    def _bring_state(self, there: dict[Any, Any]) -> None:
+        """With ``offload="cpu"`` state goes to the host, into the memory of what was ``there``, by master."""
+        for pair in self.params.all:
+            if self._offload is not None and pair.master in self.inner.state:
+                self._offload.bring(self.inner.state[pair.master], there.get(pair.master, {}), pair.model)
+
+    def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any], there: dict[Any, Any]) -> None:
+        """Masters and counts of a checkpoint that has them are taken, and the model follows.
+
+        Args:
+            there: the optimizer's state before, whose memory on the host is used again.
+        """
+        self._bring_state(there)
         with torch.no_grad():
             found = zip(self.params.all if plan.has_masters else (), plan.masters, strict=True)
             given = [(pair, saved) for pair, saved in found if saved is not None]
@@ -1354,7 +1466,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             if isinstance(value, Tensor):
                 if id(value) not in made:
                     pair = apart.get(id(value))
-                    made[id(value)] = value.detach() if pair is None else self.masters.read([pair])[0].detach()
+                    made[id(value)] = value.detach() if pair is None else self.value_to_save(pair).detach()
                 state[name] = made[id(value)]
         return state
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp16opt.kernels import backends, cuda, cuda_devices, cuda_rows
+from fp16opt.kernels import backends, cuda, cuda_devices, cuda_rows, host_memory
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
@@ -55,6 +55,8 @@ class Emulated:
     Attributes:
         paths: the same.
         libraries: these, loaded.
+        locked: the pages of the host that are locked, by address, with their sizes.
+        waits, locks: how often the host has waited for the card, and locked pages.
     """
 
     def __init__(self, libraries: Sequence[Path]) -> None:
@@ -62,6 +64,8 @@ class Emulated:
         self.libraries = [ctypes.CDLL(str(path)) for path in libraries]
         self._entries: dict[str, Any] = {}
         self._kept: dict[int, Any] = {}
+        self.locked: dict[int, int] = {}
+        self.waits = self.locks = 0
 
     def entry(self, name: str) -> Any:
         """A kernel's function, as cuLaunchKernel would call it."""
@@ -81,6 +85,20 @@ class Emulated:
 
     def give_back(self, address: int) -> None:
         del self._kept[address]
+
+    def lock_pages(self, address: int, size: int) -> int:
+        self.locked[address] = size
+        self.locks += 1
+        return address
+
+    def unlock_pages(self, address: int) -> None:
+        del self.locked[address]
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def shares_memory(self) -> bool:
+        return False
 
     def kept_tables(self) -> int:
         """How many tables of captured calls were not given back."""
@@ -174,9 +192,19 @@ def use(device: Any, monkeypatch: pytest.MonkeyPatch) -> type[HostStream]:
         return cuda if device.type == "cpu" else None
 
     launch_on(device, monkeypatch)
+    monkeypatch.setattr(host_memory, "shown", shown)
     monkeypatch.setattr(cuda, "Stream", Noting)
     monkeypatch.setattr(backends, "compiled_for", compiled)
     return Noting
+
+
+def shown(given: Any, device: torch.device) -> Tensor:
+    """As torch takes a card's memory from others: by its address, and it keeps what has given it."""
+    interface = given.__cuda_array_interface__
+    kind = type("Bytes", (ctypes.c_ubyte * interface["shape"][0],), {})
+    memory = kind.from_address(interface["data"][0])  # type: ignore[attr-defined]
+    memory.given = given
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def launch_on(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from ..engine.arguments import clean
 from ..engine.snapshot import copied
 from .exchange import gather, together
 from .modules import unwrapped, wrapper_of
-from .named import load_state_dict, names_of, of_all_stages, state_dict
+from .named import load_state_dict, names_of, of_all_stages, room_like, state_dict
 from .partial import IncompatibleKeys, merged
 from .waiting import meet
 
@@ -406,7 +406,7 @@ def _template(path: Path, model: nn.Module, opt: Optimizer, strict: bool) -> _Re
     for where in paths.values():
         if where[0] in there:
             there[where[0]][where[1]] = None
-    table = wrapper_of(opt).params
+    table, on = wrapper_of(opt).params, wrapper_of(opt).saved_on
     mine = {names[id(pair.model)]: pair.master for pair in table.all}
     trained = {names[id(param)] for param in (*table.models, *table.elsewhere)}
     masters: dict[str, Any] = dict(mine)
@@ -424,7 +424,7 @@ def _template(path: Path, model: nn.Module, opt: Optimizer, strict: bool) -> _Re
             if isinstance(value, Tensor) and size is not None and tuple(size) != tuple(value.shape):
                 raise ValueError(f"{path}: {name!r} has shape {list(size)}, the model's has {list(value.shape)}.")
     for name in set(rest) & set(mine):
-        rest[name] = blank(stored.state_dict_metadata[f"model.{name}"], mine[name])
+        rest[name] = blank(stored.state_dict_metadata[f"model.{name}"], mine[name], on)
     template: dict[str, Any] = {"masters": {}, "state": {}, "scaler": {}, "param_groups": []}
     if any(where[0] == "counts" for where in paths.values()):  # files of before have none
         template["counts"] = {}
@@ -436,7 +436,7 @@ def _template(path: Path, model: nn.Module, opt: Optimizer, strict: bool) -> _Re
             or (kind == "state" and name not in mine)
         ):
             continue
-        put(template, where, blank(stored.state_dict_metadata[flat], masters.get(name) if name else None))
+        put(template, where, blank(stored.state_dict_metadata[flat], masters.get(name) if name else None, on))
     return _Reading(template, rest, trained, others, there)
 
 
@@ -495,14 +495,14 @@ def _exchange(reading: _Reading, model: nn.Module, opt: Optimizer) -> None:
         reading.rest[name] = masters.pop(name)
 
 
-def blank(stored: Any, master: Tensor | None) -> Any:
+def blank(stored: Any, master: Tensor | None, on: torch.device | None = None) -> Any:
     """Something for dcp.load to fill: like the master if it has its shape."""
     size = getattr(stored, "size", None)
     if size is None:
         return None
     dtype = stored.properties.dtype
     if master is not None and tuple(size) == tuple(master.shape) and master.dim():
-        return torch.empty_like(master, dtype=dtype, requires_grad=False)
+        return room_like(master, dtype, on)
     return torch.empty(size, dtype=dtype, device="cpu")
 
 

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from ..engine import checkpoint
 from ..engine.arguments import clean
-from ..engine.dtensors import is_sharded, local
-from ..engine.modes import state8
+from ..engine.dtensors import as_piece_of, is_sharded, local
 from ..engine.params import HALF_DTYPES, not_in_model
 from ..engine.parts import Wrapper, inside
 from ..engine.wrapped_step import HOOKS
@@ -90,11 +89,11 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     masters, state = {}, {}
     for pair in wrapper.params.all:
         name, master = names[id(pair.model)], pair.master
-        masters[name] = wrapper.masters.read([pair])[0]
+        masters[name] = wrapper.value_to_save(pair)
         if fresh and master.requires_grad:
-            state[name] = _first_state(inner, inner.param_groups[pair.group], master)
+            state[name] = _first_state(inner, inner.param_groups[pair.group], master, wrapper.saved_on)
         elif master in inner.state:
-            state[name] = dict(state8.whole_entry(inner.state[master]))
+            state[name] = dict(wrapper.state_to_save(inner.state[master]))
     groups = []
     for group, members in zip(wrapper.optimizer.param_groups, _model_groups(wrapper), strict=True):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -122,10 +121,18 @@ def of_all_stages(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "param_groups": merged, "state": {} if has_none else state_dict["state"]}
 
 
-def _first_state(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> dict[str, Any]:
+def room_like(like: Tensor, dtype: torch.dtype, where: torch.device | None) -> Tensor:
+    """Memory for what a checkpoint holds, laid out as a tensor is, over ranks too: on a device, or where that is."""
+    piece = local(like.detach())
+    return as_piece_of(torch.empty_like(piece, dtype=dtype, device=where or piece.device), like)
+
+
+def _first_state(
+    optimizer: Optimizer, group: dict[str, Any], master: Tensor, where: torch.device | None
+) -> dict[str, Any]:
     """The state that the first step gives ``master``, as zeros: a throwaway copy of the optimizer steps zeros."""
-    zeros = torch.zeros_like(master).requires_grad_()
-    zeros.grad = torch.zeros_like(master)
+    zeros = room_like(master, master.dtype, where).zero_().requires_grad_()
+    zeros.grad = torch.zeros_like(zeros)
     lr = group.get("lr")
     throwaway = copy.copy(optimizer)
     throwaway.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k != "step"}  # a scheduler may have patched it
@@ -377,7 +384,7 @@ def fp32_state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
             continue
         if id(value) not in done:
             found = find(value)
-            done[id(value)] = found.clone() if rank == 0 else found
+            done[id(value)] = found.to(device=wrapper.saved_on, copy=True) if rank == 0 else found
         whole[clean(name)] = done[id(value)]
     return whole if rank == 0 else {}
 

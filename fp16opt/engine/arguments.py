@@ -53,9 +53,9 @@ def check_scaler(scaler: object) -> None:
         raise TypeError(f"scaler: expected a fp16opt.LossScaler, got {type(scaler).__name__}.")
 
 
-def check_choice(name: str, value: object, choices: Sequence[bool | str]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[bool | str | None]) -> None:
     """Raise ``ValueError`` where ``value`` is not among ``choices``."""
-    if not isinstance(value, (bool, str)) or value not in choices:  # 1 == True
+    if not isinstance(value, (bool, str, type(None))) or value not in choices:  # 1 == True
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,6 +87,7 @@ def plan_load(
     masters: Sequence[Tensor | None],
     names: Sequence[str],
     scaler: LossScaler,
+    where: torch.device | None,
 ) -> LoadPlan:
     """Check that ``state_dict`` fits, down to shapes and dtypes, and change nothing.
 
@@ -95,6 +96,7 @@ def plan_load(
             training, say): masters and scaler then stay as they are. Of torch.optim's own classes (no subclasses)
             settings and state are checked here; of others their ``load_state_dict`` judges them in ``apply()``.
         names: of the parameters, in param_groups order, for messages.
+        where: the device that loaded state goes to; None for its parameter's.
 
     Returns:
         A plan whose ``apply()`` does the loading.
@@ -113,7 +115,7 @@ def plan_load(
     if not plain:
         check_masters(state_dict["masters"], masters, labels)
         scaler.check_state_dict(state_dict["scaler"])
-    return LoadPlan(state_dict, optimizer, labels, scaler)
+    return LoadPlan(state_dict, optimizer, labels, scaler, where)
 
 
 class LoadPlan:
@@ -125,11 +127,12 @@ class LoadPlan:
         optimizer: Optimizer,
         labels: Sequence[str],
         scaler: LossScaler,
+        where: torch.device | None,
     ) -> None:
         self.has_masters = is_ours(state_dict)
         self.masters: Sequence[Tensor | None] = state_dict["masters"] if self.has_masters else ()
         self._state_dict, self._optimizer = state_dict, optimizer
-        self._labels, self._scaler = labels, scaler
+        self._labels, self._scaler, self._where = labels, scaler, where
 
     def apply(self, convert: Callable[[], None], finish: Callable[[], None]) -> None:
         """Load: all of it or nothing. Tensors are copied: training never edits the caller's dict. Syncs.
@@ -148,7 +151,7 @@ class LoadPlan:
         is_loaded = False
         try:
             optimizer_state = sd["optimizer"] if self.has_masters else sd
-            _load_optimizer(self._optimizer, optimizer_state, self._labels, self.has_masters)
+            _load_optimizer(self._optimizer, optimizer_state, self._labels, self.has_masters, self._where)
             if self.has_masters:
                 self._scaler.load_state_dict(sd["scaler"])
             convert()
@@ -167,7 +170,7 @@ class LoadPlan:
 
 
 def _load_optimizer(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], labels: Sequence[str], keeps_dtypes: bool
+    optimizer: Optimizer, state_dict: Mapping[str, Any], labels: Sequence[str], keeps: bool, where: torch.device | None
 ) -> None:
     """The wrapped optimizer loads a copy of ``state_dict``, then its state gets back what torch's casts took.
 
@@ -175,14 +178,16 @@ def _load_optimizer(
     user's hooks made of the dict, and put the state right before the user's hooks see that.
 
     Args:
-        keeps_dtypes: whether state was saved over masters of the same dtypes as here. Else 16-bit state, which may be
+        keeps: whether state was saved over masters of the same dtypes as here. Else 16-bit state, which may be
             of 16-bit training, becomes FP32 where masters are, unless the class itself has put 16 bits back.
+        where: the device that state goes to, and which torch's casts are to leave alone; None for its parameter's.
     """
     adapted = _adapts(optimizer)
     lists = [group["params"] for group in optimizer.param_groups]
     settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
     standard = is_torch_class(optimizer)
-    widens = not keeps_dtypes and not all(p.dtype in HALF_DTYPES for params in lists for p in params)
+    how = _How(standard, keeps, where)
+    widens = not keeps and not all(p.dtype in HALF_DTYPES for params in lists for p in params)
     final: dict[str, Any] = {}
 
     def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +195,7 @@ def _load_optimizer(
             check_optimizer_state(given, optimizer, labels)
             given = _own_dict(given, widens)
         final.update(given)
-        return given
+        return given if where is None else {**given, "state": _without_memory(given["state"])}
 
     def put_right(_: Optimizer) -> None:
         if not final:
@@ -200,7 +205,7 @@ def _load_optimizer(
         for i, param in zip(ids, params, strict=True):
             loaded = optimizer.state.get(param) if i in final["state"] else None
             if loaded is not None:
-                right = _put_right(loaded, final["state"][i], param, standard, keeps_dtypes)
+                right = _put_right(loaded, final["state"][i], param, how)
                 if right is not loaded:
                     optimizer.state[param] = right
 
@@ -224,7 +229,22 @@ def _load_optimizer(
             raise lacks(f"optimizer, group {number}", lacking)
 
 
-def _put_right(loaded: Any, saved: Any, param: Tensor, standard: bool, keeps_dtypes: bool, key: object = None) -> Any:
+def _without_memory(value: Any, key: object = None) -> Any:
+    """State with tensors of no elements, which casts move at once; step counters as they are."""
+    if isinstance(value, Mapping):
+        return {k: _without_memory(item, k) for k, item in value.items()}
+    return torch.empty(0, dtype=value.dtype, device="cpu") if isinstance(value, Tensor) and key != "step" else value
+
+
+class _How(NamedTuple):
+    """How loaded state is put right: is the class torch's own, are dtypes kept, and where does it go."""
+
+    standard: bool
+    keeps_dtypes: bool
+    where: torch.device | None
+
+
+def _put_right(loaded: Any, saved: Any, param: Tensor, how: _How, key: object = None) -> Any:
     """``loaded`` (after torch's casts) with the tensors of ``saved``; what is not a tensor in both stays."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         if key == "step":  # torch's rule holds: on the host, or beside the parameter if fused or capturable
@@ -232,35 +252,35 @@ def _put_right(loaded: Any, saved: Any, param: Tensor, standard: bool, keeps_dty
         if loaded is saved and saved.dtype == param.dtype and saved.stride() == param.stride():
             return loaded  # nothing was cast
         # torch's own classes need these in the parameter's dtype (FP64 state for an FP32 master, say)
-        as_param = standard and (key in PER_ELEMENT or key in FACTORED)
+        as_param = how.standard and (key in PER_ELEMENT or key in FACTORED)
         is_half = param.dtype in HALF_DTYPES
-        if not saved.is_floating_point() or (keeps_dtypes and (is_half or not as_param)):
+        if not saved.is_floating_point() or (how.keeps_dtypes and (is_half or not as_param)):
             dtype = saved.dtype
         elif as_param or is_half:
             dtype = param.dtype
         else:
             dtype = loaded.dtype if loaded.dtype in HALF_DTYPES else saved.dtype
-        return _placed(saved, param, dtype)
+        return _placed(saved, param, dtype, how.where)
     if isinstance(loaded, dict) and isinstance(saved, Mapping):
         for k, value in loaded.items():
             if k in saved:
-                loaded[k] = _put_right(value, saved[k], param, standard, keeps_dtypes, k)
+                loaded[k] = _put_right(value, saved[k], param, how, k)
         return loaded
     if type(loaded) is type(saved) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
-        values = [_put_right(a, b, param, standard, keeps_dtypes) for a, b in zip(loaded, saved, strict=True)]
+        values = [_put_right(a, b, param, how) for a, b in zip(loaded, saved, strict=True)]
         return _rebuilt(saved, values)
     return saved if isinstance(saved, str) else loaded  # torch makes a generator's repr of a str
 
 
-def _placed(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+def _placed(value: Tensor, param: Tensor, dtype: torch.dtype, where: torch.device | None) -> Tensor:
     """``value`` on the parameter's device; in its strides if shapes agree, as fused steps ignore strides."""
-    value = value.to(device=param.device, dtype=dtype)
+    value = value.to(device=where or param.device, dtype=dtype)
     alike = value.shape == param.shape and value.layout == param.layout == torch.strided
     if not alike or value.stride() == param.stride():
         return value
     if hasattr(local(value), "__tensor_flatten__"):  # such classes lay their inner tensors out as they need
         return value
-    like = torch.empty_like(param, dtype=value.dtype, requires_grad=False)
+    like = torch.empty_like(param, dtype=value.dtype, requires_grad=False, device=value.device)
     return value if like.stride() == value.stride() else like.copy_(value)
 
 

@@ -11,8 +11,9 @@ GradAccumulation = Literal["model", "fp32"]
 OnModelWrite = Literal["refresh", "error", "ignore"]
 MasterWeights = Literal["full", "none", "split", "split24"]
 OptimizerState = Literal["fp32", "8bit"]
+OffloadTo = Literal["cpu"]
 
-_CHOICES: dict[str, tuple[bool | str, ...]] = {
+_CHOICES: dict[str, tuple[bool | str | None, ...]] = {
     "grad_accumulation": get_args(GradAccumulation),
     "on_model_write": get_args(OnModelWrite),
     "fused_step": (False, True, "auto"),
@@ -20,6 +21,7 @@ _CHOICES: dict[str, tuple[bool | str, ...]] = {
     "optimizer_state": get_args(OptimizerState),
     "gradient_release": (False, True),
     "track_changes": (False, True),
+    "offload": (None, *get_args(OffloadTo)),
 }
 
 INSTEAD = {
@@ -27,6 +29,7 @@ INSTEAD = {
     'master_weights="split24"': 'master_weights="full"',
     'master_weights="split"': 'master_weights="full"',
     "gradient_release=True": "gradient_release=False",
+    'offload="cpu"': "offload=None",
     "fused_step=True": "fused_step=False, the class's own step, or \"auto\", which takes that where a kernel can't",
 }
 """Arguments that ask for the one-pass step, and what to give in the place of each."""
@@ -50,6 +53,7 @@ class Config:
     gradient_release: bool | str
     closure: str | None = None
     track_changes: bool = False
+    offload: OffloadTo | None = None
 
     def __post_init__(self) -> None:
         if self.gradient_release == "held":
@@ -112,4 +116,6 @@ class Config:
             return 'optimizer_state="8bit"'
         if self.splits:
             return f'master_weights="{self.master_weights}"'
-        return "gradient_release=True" if self.gradient_release else ""
+        if self.gradient_release:
+            return "gradient_release=True"
+        return 'offload="cpu"' if self.offload else ""

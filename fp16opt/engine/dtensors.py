@@ -101,11 +101,12 @@ def as_piece_of(piece: Tensor, whole: Tensor) -> Tensor:
     if not is_sharded(whole):
         return piece
     kind: Any = next(base for base in type(whole).__mro__ if base.__name__ == "DTensor")
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
     mesh, placements = whole.device_mesh, whole.placements  # type: ignore[attr-defined]
-    with torch.no_grad():
-        made: Tensor = kind.from_local(
-            piece, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+    meta = TensorMeta(whole.shape, whole.stride(), piece.dtype)
+    # from_local would bring a piece that lies on the host, as of a checkpoint, to the mesh's device.
+    made: Tensor = kind(piece.detach(), DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
     return made
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.calls import Entries
 from ..kernels.tensor_lists import set_classes
-from .dtensors import different_bits, local, raw_grad, set_raw_grad
+from .dtensors import different_bits, is_sharded, local, raw_grad, set_raw_grad
 from .params import DeviceParams, ParamPair, ParamTable
 
 
@@ -52,6 +52,10 @@ class Masters:
         master = torch.nn.Parameter(data, requires_grad=True)
         master.__dict__.update(model.__dict__)
         return master
+
+    def move(self, master: Tensor, place: Callable[[Tensor], Tensor]) -> None:
+        """What is kept of a master beside its weight goes where ``place`` puts it."""
+        hold(master, place(local(master.detach())))
 
     def operand(self, pair: ParamPair) -> Tensor:
         """What a one-pass step takes for the master, beside the model's parameter. It is laid out as masters are."""
@@ -130,6 +134,14 @@ class NoMasters(Masters):
 
     words = "without masters"
     are_apart = False
+
+
+def hold(master: Tensor, piece: Tensor) -> None:
+    """A master's piece on this rank becomes ``piece``."""
+    if is_sharded(master):
+        master._local_tensor = piece  # type: ignore[attr-defined]
+    else:
+        master.data = piece
 
 
 def rounded(pair: ParamPair) -> Tensor:

@@ -252,6 +252,11 @@ class ParamTable:
             position += len(params)
         return False
 
+    def with_models(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups with the model's parameters in the place of their masters."""
+        models = {id(pair.master): pair.model for pair in self.all}
+        return [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
+
     def sync(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt) -> list[ParamPair]:
         """Take in what the groups hold: new parameters get masters, known ones keep theirs.
 

@@ -23,15 +23,20 @@ _SIGNATURES = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
     "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuCtxSynchronize": (),
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuMemAlloc_v2": (POINTER(_ADDRESS), c_size_t),
     "cuMemFree_v2": (_ADDRESS,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostGetDevicePointer_v2": (POINTER(_ADDRESS), c_void_p, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuStreamSynchronize": (c_void_p,),
     "cuStreamDestroy_v2": (c_void_p,),
@@ -39,6 +44,8 @@ _SIGNATURES = {
     "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, POINTER(c_char_p), POINTER(c_void_p)),
 }
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_LOCKED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, for all contexts; CU_MEMHOSTREGISTER_DEVICEMAP, in the card's addresses
+_INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
 
 
 class DriverError(RuntimeError):
@@ -118,7 +125,7 @@ class Card:
         device, context = c_int(), c_void_p()
         driver.call("cuDeviceGet", byref(device), index)
         driver.call("cuDevicePrimaryCtxRetain", byref(context), device.value)
-        self._context = context.value
+        self._context, self._device = context.value, device.value
         self._functions: dict[str, c_void_p] = {}
         with self._here(), driver.relaxed():
             for name in first:
@@ -197,3 +204,36 @@ class Card:
         """Free what :meth:`keep` gave. Waits for the device."""
         with self._here(), self._driver.relaxed():
             self._driver.call("cuMemFree_v2", address)
+
+    # -- memory of the host --------------------------------------------------------------------------------------------
+
+    def lock_pages(self, address: int, size: int) -> int:
+        """Lock whole pages of the host and map them into the addresses of all cards.
+
+        Returns:
+            Where this card has them, until :meth:`unlock_pages`.
+        """
+        call, mapped = self._driver.call, _ADDRESS()
+        with self._here(), self._driver.relaxed(), ExitStack() as undo:
+            call("cuMemHostRegister_v2", address, size, _LOCKED)
+            undo.callback(call, "cuMemHostUnregister", address)
+            call("cuMemHostGetDevicePointer_v2", byref(mapped), address, 0)
+            undo.pop_all()
+        return int(mapped.value)
+
+    def unlock_pages(self, address: int) -> None:
+        """Undo :meth:`lock_pages`. Waits for the device, whose queued work may write there."""
+        with self._here(), self._driver.relaxed():
+            self._driver.call("cuCtxSynchronize")
+            self._driver.call("cuMemHostUnregister", address)
+
+    def wait(self) -> None:
+        """Wait for all that was queued on the device."""
+        with self._here():
+            self._driver.call("cuCtxSynchronize")
+
+    def shares_memory(self) -> bool:
+        """Whether the card's memory is the host's: it has none of its own."""
+        found = c_int()
+        self._driver.call("cuDeviceGetAttribute", byref(found), _INTEGRATED, self._device)
+        return bool(found.value)

@@ -141,6 +141,19 @@ int cuMemFree_v2(Handle address) {
     free(reinterpret_cast<void*>(uintptr_t(address)));
     return note("cuMemFree", "mode " + std::to_string(capture_mode));
 }
+int cuCtxSynchronize() { return note("cuCtxSynchronize"); }
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+    *value = 0;
+    return note("cuDeviceGetAttribute", std::to_string(attribute) + " of " + std::to_string(device));
+}
+int cuMemHostRegister_v2(void*, size_t size, unsigned flags) {
+    return note("cuMemHostRegister", std::to_string(size) + " flags " + std::to_string(flags));
+}
+int cuMemHostGetDevicePointer_v2(Handle* mapped, void* address, unsigned) {  // elsewhere than the host has it
+    *mapped = Handle(reinterpret_cast<uintptr_t>(address)) + 0x0100000000000000ull;
+    return note("cuMemHostGetDevicePointer");
+}
+int cuMemHostUnregister(void*) { return note("cuMemHostUnregister"); }
 int cuStreamCreate(Handle* stream, unsigned flags) {
     *stream = next_handle += 0x10;
     return note("cuStreamCreate", std::to_string(flags));

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ... import kernels
 from ...kernels.calls import Entries
 from .. import errors
 from ..dtensors import as_piece_of, different_bits, is_sharded, local, pieces, raw_grad, set_raw_grad
-from ..masters import Masters, ordinary_parameters
+from ..masters import Masters, hold, ordinary_parameters
 from ..params import MASTER_OF, DeviceParams, ParamPair, ParamTable
 
 
@@ -95,20 +95,21 @@ class SplitMasters(Masters):
         self.words = "with split masters" if bits == 32 else "with 24-bit masters"
         self.needs_number = bits == 24
         self._dtype = torch.int16 if bits == 32 else torch.int8
-        self._made: list[tuple[Tensor, Tensor]] = []  # placeholder and remainder
+        self._made: list[Tensor] = []  # placeholders
         self._rests: dict[int, Tensor] = {}
         self.ties: dict[int, _Ties] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        ties = [(master, self.ties[id(master)]) for master, _ in self._made if id(master) in self.ties]
-        return {"made": self._made, "ties": ties, "bits": 24 if self.needs_number else 32}
+        ties = [(master, self.ties[id(master)]) for master in self._made if id(master) in self.ties]
+        made = [(master, self._rests[id(master)]) for master in self._made]
+        return {"made": made, "ties": ties, "bits": 24 if self.needs_number else 32}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["bits"])  # type: ignore[misc]
-        self._made = state["made"]
-        for master, rest in self._made:  # copying gave the placeholders memory of their own
-            _hold(master, placeholder(rest))
-        self._rests = {id(master): rest for master, rest in self._made}
+        for master, rest in state["made"]:  # copying gave the placeholders memory of their own
+            hold(master, placeholder(rest))
+            self._made.append(master)
+            self._rests[id(master)] = rest
         self.ties = {id(master): ties for master, ties in state["ties"]}
 
     def make(self, model: Tensor) -> Tensor:
@@ -120,9 +121,13 @@ class SplitMasters(Masters):
         master = torch.nn.Parameter(placeholder(model), requires_grad=True)
         master.__dict__.update(model.__dict__)
         rest = plain_remainder(local(model.detach()), self._dtype)
-        self._made.append((master, rest))
+        self._made.append(master)
         self._rests[id(master)] = rest
         return master
+
+    def move(self, master: Tensor, place: Callable[[Tensor], Tensor]) -> None:
+        """The remainder; the weight is the model's."""
+        self._rests[id(master)] = place(self._rests[id(master)])
 
     def operand(self, pair: ParamPair) -> Tensor:
         """The remainder, which with the weight is the master; or the parameter, where it is its own."""
@@ -214,7 +219,7 @@ class SplitMasters(Masters):
             for key, value in held.items():
                 alike = isinstance(value, Tensor) and value.layout is torch.strided and not is_sharded(value)
                 if alike and value.shape == rest.shape and value.stride() != rest.stride():
-                    held[key] = torch.empty_like(rest, dtype=value.dtype).copy_(value)
+                    held[key] = torch.empty_like(rest, dtype=value.dtype, device=value.device).copy_(value)
 
     @contextlib.contextmanager
     def at_hand(self, params: ParamTable) -> Iterator[None]:
@@ -228,24 +233,16 @@ class SplitMasters(Masters):
                 pairs = [pair for pair in device.pairs if id(pair.master) in self._rests]
                 filled.append((pairs, self.read(pairs)))
                 for pair, value in zip(*filled[-1], strict=True):
-                    _hold(pair.master, local(value))
+                    hold(pair.master, local(value))
             with ordinary_parameters(params):
                 yield
         finally:
             for pairs, _ in filled:
                 self.write(pairs, [pair.master.detach() for pair in pairs])
                 for pair in pairs:
-                    _hold(pair.master, local(placeholder(pair.model)))
+                    hold(pair.master, local(placeholder(pair.model)))
             for master, grad in grads:
                 set_raw_grad(master, grad)
-
-
-def _hold(master: Tensor, piece: Tensor) -> None:
-    """A placeholder's piece on this rank becomes ``piece``."""
-    if is_sharded(master):
-        master._local_tensor = piece  # type: ignore[attr-defined]
-    else:
-        master.data = piece
 
 
 def _find_ties(model: Tensor, master: Tensor) -> _Ties | None:

@@ -85,12 +85,14 @@ def _moments(_: dict[str, Any]) -> tuple[str, ...]:
     return ("step", *_MOMENTS)
 
 
-def _room_for_codes(model: Tensor, names: Sequence[str]) -> dict[str, Any]:
+def _room_for_codes(model: Tensor, names: Sequence[str], device: torch.device | None = None) -> dict[str, Any]:
     """Codes of zeros, laid out as ``model``, their scales, and the length of units, under these names."""
+    device = device or local(model).device
     piece = coded_piece(model) or WHOLE
     dtypes = (torch.int8, torch.uint8)[: len(names) - 1]
-    codes = [torch.zeros_like(model, dtype=dtype, requires_grad=False) for dtype in dtypes]
-    scales = torch.zeros(piece.block_count(local(model).numel()), dtype=torch.float32, device=model.device)
+    here = local(model.detach())
+    codes = [as_piece_of(torch.zeros_like(here, dtype=dtype, device=device), model) for dtype in dtypes]
+    scales = torch.zeros(piece.block_count(here.numel()), dtype=torch.float32, device=device)
     return {**dict(zip(names, (*codes, scales), strict=True)), _UNIT: piece.unit}
 
 
@@ -108,7 +110,7 @@ def _unit_of(entry: Mapping[str, Any]) -> Piece:
 
 def _encode_moments(state: dict[str, Any], exp_avg: Tensor, exp_avg_sq: Tensor, limit: float, model: Tensor) -> None:
     """FP32 moments out of ``state``, codes in."""
-    made = _room_for_codes(model, _MOMENTS)
+    made = _room_for_codes(model, _MOMENTS, local(exp_avg).device)
     first, second, scales = pieces([made[name] for name in _MOMENTS])
     state8.encode_moments(local(exp_avg), local(exp_avg_sq), first, second, scales, limit, _unit_of(made))
     state.update(made)
@@ -146,7 +148,7 @@ def _convert_momentum(state: dict[str, Any], group: dict[str, Any], model: Tenso
     buffer = state.get("momentum_buffer")
     if isinstance(buffer, Tensor):
         del state["momentum_buffer"]
-        _make_momentum(state, group, model)
+        state.update(_room_for_codes(model, _MOMENTUM, local(buffer).device))
         codes, scales = pieces([state[name] for name in _MOMENTUM])
         state8.encode_momentum(local(buffer).float(), codes, scales, _unit_of(state))
 
