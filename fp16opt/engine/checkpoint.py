@@ -87,7 +87,7 @@ def plan_load(
     masters: Sequence[Tensor | None],
     names: Sequence[str],
     scaler: LossScaler,
-    where: torch.device | None,
+    where: torch.device | None = None,
 ) -> LoadPlan:
     """Check that ``state_dict`` fits, down to shapes and dtypes, and change nothing.
 

@@ -145,6 +145,7 @@ FOLDS = [name for name in ALONE if MODES[name].folds]
 FULL = [name for name in ALONE if MODES[name].masters == "full"]
 DRIVEN = [name for name, mode in MODES.items() if mode.driven_by]
 DRIVEN_KEEPS = [name for name in DRIVEN if not MODES[name].folds]
+DRIVEN_BY_TORCH = [name for name in DRIVEN_KEEPS if MODES[name].driven_by == "torch"]
 DRIVEN_FULL = [name for name in DRIVEN_KEEPS if MODES[name].masters == "full"]
 
 ONE, STATIC, DYNAMIC = (1.0, False), (64.0, False), (64.0, True)
@@ -307,7 +308,7 @@ ROWS: list[Row] = [
     ("naming what to clip", "scaler backward; unscale; edit {a|b}; scaler step !divided", DRIVEN_KEEPS, [ONE]),
     ("a new backward after the model's zero_grad names opt.zero_grad",
      "scaler backward; unscale; model zero; update; scaler backward more; scaler step !given up after unscale_",
-     DRIVEN_KEEPS, [ONE]),
+     DRIVEN_BY_TORCH, [ONE]),
 ]
 # fmt: on
 
