@@ -540,6 +540,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if not gives_up:
             self.step_state.require_open()
         check_one_pass(self.config, self.inner, self._spec, self.params.with_models(groups), self._names)
+        if gives_up:
+            self._count_given_up()  # while its stage is there
         self.model_writes.write_edited()  # while those that leave are known
         before = {id(pair): position for position, pair in enumerate(self.params.all)}
         gone = self.params.sync(groups, self._names, self._adopt)
@@ -899,6 +901,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if step.check is None or not (step.about_to_write or step.all_written):
             state.stop_step()
             state.step = None
+            self.model_writes.write_edited()
             return
         is_whole = step.all_written or (step.awaited is not None and step.awaited.read())  # the device has skipped it
         if not step.is_counted:

@@ -511,3 +511,33 @@ def test_a_group_may_hold_its_parameters_in_a_tuple(fused_step: Any) -> None:
     train(opt, first)
     train(opt, first)
     assert first.tolist() == [2.125] * 4
+
+
+def test_a_batch_is_given_up_as_a_skip_also_where_groups_were_changed_before() -> None:
+    model = [torch.nn.Parameter(torch.ones(2).half()) for _ in range(2)]
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(model[:1], lr=0.1), dynamic=True)
+    opt.backward(model[0].float().sum() * float("inf"))
+    opt.clip_master_grads(1.0)
+    opt.param_groups.append({**opt.param_groups[0], "params": [model[1]]})
+    scale = opt.loss_scale
+    opt.zero_grad()
+    assert (opt.skipped_steps, opt.loss_scale) == (1, scale / 2)
+
+
+def test_an_edited_master_is_in_the_model_after_a_step_that_a_hook_has_stopped() -> None:
+    weight = torch.nn.Parameter(torch.ones(2).half())
+    opt = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.1), loss_scale=2.0)
+    opt.backward(weight.float().sum())
+    with torch.no_grad():
+        next(opt.master_params()).mul_(0.5)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = opt.optimizer.register_step_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    handle.remove()
+    assert weight.tolist() == [0.5, 0.5]
+    opt.step()
+    assert weight.tolist() == [torch.tensor(0.4).half().item()] * 2
