@@ -164,6 +164,15 @@ class ParamPair:
             else:
                 self.master.data = self.model.data
 
+    def leave_memory(self) -> None:
+        """A master on the weight's memory no longer keeps that, until :meth:`follow_memory`."""
+        if self.has_master and not self.is_apart and local(self.master).numel():
+            nothing = local(self.master).detach().new_empty(0)
+            if is_sharded(self.master):
+                self.master._local_tensor = nothing  # type: ignore[attr-defined]
+            else:
+                self.master.data = nothing
+
     def follow_marks(self) -> None:
         """The master gets attributes that were set on the model's parameter since; what else stands on it stays."""
         now, before = self.model.__dict__, self.marks
