@@ -1253,8 +1253,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             asking(self._shelf.prepare, self._own_tensors())
             self._is_away = True
             self._shelf.put(self._own_tensors())
-            for pair in self.params.all:
-                pair.leave_memory()  # which the framework frees, and is to get back
+            self.params.leave_memory()  # which the framework frees
 
     @opaque
     @outside_inference
@@ -1262,8 +1261,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Bring back to the card what :meth:`offload` has brought to the host: the same bits. Syncs."""
         if self._is_away:
             self._shelf.take_back(self._own_tensors())
-            for pair in self.params.all:
-                pair.follow_memory()
+            self.params.follow_memory()
             self._is_away = False
             self._begin("onload")
 
