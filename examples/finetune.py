@@ -138,7 +138,8 @@ def choose_mode(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
         budget = torch.cuda.mem_get_info(args.device)[1] if on_card else available_ram()
     try:
         sums = 4 * model.num_parameters() if args.accumulate > 1 else 0
-        modes = fp16opt.plan(model, budget, ram=ram if on_card else 0, other=sums)
+        tracked = args.save == "deltas"
+        modes = fp16opt.plan(model, budget, ram=ram if on_card else 0, other=sums, track_changes=tracked)
     except ValueError as error:
         raise SystemExit(f"--{error}") from None
     chosen = modes.chosen

@@ -1256,6 +1256,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             asking(self._shelf.prepare, self._own_tensors())
             self._is_away = True
             self._shelf.put(self._own_tensors())
+            self.params.leave_memory()  # which the framework frees
 
     @opaque
     @outside_inference
@@ -1263,6 +1264,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Bring back to the card what :meth:`offload` has brought to the host: the same bits. Syncs."""
         if self._is_away:
             self._shelf.take_back(self._own_tensors())
+            self.params.follow_memory()
             self._is_away = False
             self._begin("onload")
 

@@ -386,6 +386,10 @@ class OnePassStep:
         self._plans: dict[torch.device, Plan] = {}
         self._groups: dict[int, Settings | None] = {}
 
+    def forget(self) -> None:
+        """Plans hold pieces of weights, and with them their memory."""
+        self._plans.clear()
+
     # -- whether -----------------------------------------------------------------------------------------------------
 
     def reason(self) -> str:

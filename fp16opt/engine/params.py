@@ -120,6 +120,11 @@ class DeviceParams:
                 [m if pair.is_apart else None for pair, m in zip(self.pairs, masters, strict=True)]
             )
 
+    def leave_pieces(self) -> None:
+        """Hold none, which would keep their memory where the model is moved, until :meth:`find_pieces`."""
+        self.models = self.masters = self.apart_models = self.apart_masters = ()
+        self._read = None
+
 
 @dataclass(eq=False, slots=True)
 class ParamPair:
@@ -163,6 +168,15 @@ class ParamPair:
                 self.master._local_tensor = there.detach()  # type: ignore[attr-defined]
             else:
                 self.master.data = self.model.data
+
+    def leave_memory(self) -> None:
+        """A master on the weight's memory no longer keeps that, until :meth:`follow_memory`."""
+        if self.has_master and not self.is_apart and local(self.master).numel():
+            nothing = local(self.master).detach().new_empty(0)
+            if is_sharded(self.master):
+                self.master._local_tensor = nothing  # type: ignore[attr-defined]
+            else:
+                self.master.data = nothing
 
     def follow_marks(self) -> None:
         """The master gets attributes that were set on the model's parameter since; what else stands on it stays."""
@@ -367,6 +381,19 @@ class ParamTable:
                 pair.keep_memory()
 
     # -- what kernels get --------------------------------------------------------------------------------------------
+
+    def leave_memory(self) -> None:
+        """Keep no memory of the model's weights, which may move to another device, until :meth:`follow_memory`."""
+        for pair in self.all:
+            pair.leave_memory()
+        if self.has_dtensors:
+            for device in self.devices:
+                device.leave_pieces()
+
+    def follow_memory(self) -> None:
+        """Masters lie on the memory of weights again, wherever that is. To be followed by :meth:`verify_moved`."""
+        for pair in self.all:
+            pair.follow_memory()
 
     def find_pieces(self) -> None:
         """To be called before kernels get the model or the masters, where these are DTensors."""

@@ -16,8 +16,9 @@ from torch import Tensor
 from distributed.test_modes import MODES, Net, give, spread, wrap
 from distributed.world import World
 from fp16opt import MixedPrecisionOptimizer, distributed
-from fp16opt.engine.dtensors import local
+from fp16opt.engine.dtensors import is_sharded, local
 from fp16opt.kernels import host_memory
+from fp16opt.memory import tensors_in
 
 
 def train(net: Net, opt: MixedPrecisionOptimizer, steps: Sequence[int]) -> None:
@@ -63,6 +64,8 @@ def on_ranks(rank: int, size: int, kernels: list[Path], mode: str, cls: str, lay
         distributed.load_state_dict(nets[3], plain, saved)
         here.offload()
         assert here.memory().host == here.memory().total - here.memory().weights
+        here.zero_grad()
+        assert "on the host" in repr(here)
         here.onload()
         assert here.memory().host == 0
         for net, opt in zip(nets, (here, there, onto, plain), strict=True):
@@ -72,6 +75,17 @@ def on_ranks(rank: int, size: int, kernels: list[Path], mode: str, cls: str, lay
             assert alike(distributed.state_dict(net, opt), distributed.state_dict(nets[0], here))
         moments = [v for e in there.inner.state.values() for k, v in e.items() if k in ("exp_avg", "momentum_buffer")]
         assert all(host_memory.is_on_host(local(moment)) for moment in moments if local(moment).numel())
+        here.offload()
+        weights = [local(weight).detach() for weight in nets[0].parameters()]
+        for weight in nets[0].parameters():
+            if is_sharded(weight):
+                weight._local_tensor = weight._local_tensor.clone()
+            else:
+                weight.data = weight.data.clone()
+        nets[0]._apply(lambda weight: weight)  # FSDP2 finds the new pieces, as after model.to("cpu")
+        kept = {local(tensor).untyped_storage().data_ptr() for tensor in tensors_in(here)}
+        gone = [one.untyped_storage().data_ptr() for one in weights if one.numel()]
+        assert kept.isdisjoint(gone), "no weight stays on the card"
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "columns", "tensor parallel"])

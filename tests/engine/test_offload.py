@@ -445,3 +445,25 @@ def test_too_little_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch, card
         MixedPrecisionOptimizer(inner, offload="cpu")
     assert inner.param_groups[0]["params"][0] is params[0]
     assert card.locked == {}
+
+
+@by_mode
+def test_a_step_without_room_for_new_state_can_be_taken_later(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(**more: Any) -> Any:
+        run = Run(**settings, **more).train(2)
+        run.params.append(nn.Parameter(normal((64, 66), torch.float16, 5)))
+        run.opt.add_param_group({"params": [run.params[-1]], "lr": 0.5})
+        run.problem = Problem(run.params)
+        run.opt.zero_grad()
+        run.opt.backward(run.problem.loss(run.params))
+        if more:
+            with monkeypatch.context() as small:
+                small.setattr(host_memory, "available", lambda: 1000)
+                with pytest.raises(RuntimeError, match="of page-locked host memory can't be had"):
+                    run.opt.step()
+        run.opt.step()
+        return run.train(1).all()
+
+    assert_same(trained(offload="cpu"), trained())

@@ -89,10 +89,18 @@ def test_weights_that_their_framework_moves_meanwhile_are_no_writes(
 ) -> None:
     run, wanted = train(Run(**settings), 3), train(Run(**settings), 3)
     run.opt.offload()
+    before = [param.data for param in run.params if param.numel()]
     for param in run.params:
         away = param.data.clone()
         param.data = torch.empty(0, dtype=param.dtype)
         param.data = away
+    addresses = {weight.data_ptr() for weight in before}
+    alive = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.layout is torch.strided]
+    held = [t for t in alive if t.untyped_storage().data_ptr() in addresses]
+    assert {id(t) for t in held} == {id(weight) for weight in before}, "nothing of the engine keeps them on the card"
+    del held, alive
+    assert "memory" in repr(run.opt)
+    run.opt.zero_grad()
     run.opt.onload()
     assert_same(train(run, 2).all(), train(wanted, 2).all())
     assert "wrote" not in caplog.text

@@ -102,13 +102,13 @@ class Offload:
 
     def _make(self, spec: FusedStepSpec, state: dict[str, Any], settings: dict[str, Any], model: Tensor) -> None:
         """Zeros as the spec makes them, in host memory."""
-        device = local(model).device
-        for name, value in _made(spec, settings, model).items():
-            state[name] = value
+        device, new = local(model).device, _made(spec, settings, model)
+        for name, value in new.items():
             if isinstance(value, Tensor):
                 stays, like = _stays(name), local(value)
                 made = torch.zeros_like(like, device=device) if stays else asking(self._host.like, like, device)
-                state[name] = as_piece_of(made, value)
+                new[name] = as_piece_of(made, value)
+        state.update(new)  # all or nothing, where there is too little memory
 
     def convert(self, state: dict[str, Any], settings: dict[str, Any], model: Tensor) -> None:
         """As the inner spec does, and what it made goes to the host."""
