@@ -284,8 +284,10 @@ class ModelWrites:
             if not group.apart:
                 continue
             self._sample(group, record.now)
-            for row, position in enumerate(group.positions) if counted != self._model_versions else ():
-                if counted[position] != self._model_versions[position]:  # compare in full, whatever the sample says
+            # Where a master is whole a weight of another version is compared in full, whatever the sample says.
+            is_counted = self.masters.are_whole and counted != self._model_versions
+            for row, position in enumerate(group.positions) if is_counted else ():
+                if counted[position] != self._model_versions[position]:
                     torch.add(record.then[row], 1, out=record.now[row])
             masters: Entries = group.apart_masters
             if theirs := self._written_masters:

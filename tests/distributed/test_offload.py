@@ -38,6 +38,16 @@ def alike(one: Any, other: Any) -> bool:
     return torch.equal(local(one), local(other)) if isinstance(one, Tensor) else bool(one == other)
 
 
+def move(net: Net) -> None:
+    """As ``model.to`` does, to the host and back: the same bits in other memory."""
+    for weight in net.parameters():
+        if is_sharded(weight):
+            weight._local_tensor = weight._local_tensor.clone()  # type: ignore[attr-defined]
+        else:
+            weight.data = weight.data.clone()
+    net._apply(lambda weight: weight)  # FSDP2 finds the new pieces
+
+
 def on_ranks(rank: int, size: int, kernels: list[Path], mode: str, cls: str, layout: str, folder: str) -> None:
     settings = {**MODES[mode]}
     with pytest.MonkeyPatch.context() as patch:
@@ -65,6 +75,7 @@ def on_ranks(rank: int, size: int, kernels: list[Path], mode: str, cls: str, lay
         here.offload()
         assert here.memory().host == here.memory().total - here.memory().weights
         here.zero_grad()
+        move(nets[0])
         assert "on the host" in repr(here)
         here.onload()
         assert here.memory().host == 0
@@ -77,12 +88,7 @@ def on_ranks(rank: int, size: int, kernels: list[Path], mode: str, cls: str, lay
         assert all(host_memory.is_on_host(local(moment)) for moment in moments if local(moment).numel())
         here.offload()
         weights = [local(weight).detach() for weight in nets[0].parameters()]
-        for weight in nets[0].parameters():
-            if is_sharded(weight):
-                weight._local_tensor = weight._local_tensor.clone()
-            else:
-                weight.data = weight.data.clone()
-        nets[0]._apply(lambda weight: weight)  # FSDP2 finds the new pieces, as after model.to("cpu")
+        move(nets[0])
         kept = {local(tensor).untyped_storage().data_ptr() for tensor in tensors_in(here)}
         gone = [one.untyped_storage().data_ptr() for one in weights if one.numel()]
         assert kept.isdisjoint(gone), "no weight stays on the card"
