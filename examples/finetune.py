@@ -35,6 +35,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import fp16opt
+from fp16opt.kernels.host_memory import available
 from fp16opt.tools.plan import count, size
 
 try:
@@ -132,10 +133,10 @@ def choose_mode(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
     with torch.device("meta"):
         model = load_model(args.model, dtype)
     on_card = args.device.startswith("cuda")
-    ram = args.ram if args.ram is not None else available_ram() if on_card else 0
+    ram = args.ram if args.ram is not None else (available() or 0) if on_card else 0
     budget = args.budget
     if budget is None:
-        budget = torch.cuda.mem_get_info(args.device)[1] if on_card else available_ram()
+        budget = torch.cuda.mem_get_info(args.device)[1] if on_card else (available() or 0)
     try:
         sums = 4 * model.num_parameters() if args.accumulate > 1 else 0
         tracked = args.save == "deltas"
@@ -152,13 +153,6 @@ def choose_mode(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
         f"{size(chosen.memory_total())} of {size(modes.budget)}{host}"
     )
     return chosen.arguments()
-
-
-def available_ram() -> int:
-    """Bytes of the host's memory that programs can still have; 0 where the system does not say."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
