@@ -421,25 +421,31 @@ def _bytes(name: str, given: float | str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of the command line."""
     parser.add_argument("--params", type=_number, required=True, help="parameters, for instance 7e9 or 125M")
-    parser.add_argument("--ranks", type=int, default=1, help="processes that share the training")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that share the training; default %(default)s")
     parser.add_argument("--shard", choices=SHARDS, help="default: none for one rank, ddp for more")
-    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
-    parser.add_argument("--masters", choices=tuple(MASTERS), default="full", help="master_weights")
-    parser.add_argument("--state", choices=STATES, default="fp32", help="optimizer_state")
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="default %(default)s")
+    parser.add_argument("--masters", choices=tuple(MASTERS), default="full", help="master_weights; default %(default)s")
+    parser.add_argument("--state", choices=STATES, default="fp32", help="optimizer_state; default %(default)s")
     parser.add_argument("--release", action="store_true", help="gradient_release=True")
     parser.add_argument("--offload", action="store_const", const="cpu", help="offload='cpu'")
     parser.add_argument(
         "--no-fused-step", dest="fused_step", action="store_false", help="fused_step=False; no compiled kernels"
     )
     parser.add_argument("--track-changes", action="store_true", help="a bit a parameter, for deltas")
-    parser.add_argument("--layers", type=int, default=32, help="blocks that fully_shard is applied to")
+    parser.add_argument(
+        "--layers", type=int, default=32, help="blocks that fully_shard is applied to; default %(default)s"
+    )
     parser.add_argument("--no-clip", dest="clip", action="store_false", help="gradients are not clipped")
-    parser.add_argument("--network", type=float, default=50.0, help="GB/s that a rank sends")
-    parser.add_argument("--memory", type=float, default=2000.0, help="GB/s of a rank's memory")
-    parser.add_argument("--compute", type=float, default=0.0, help="seconds of forward and backward")
+    parser.add_argument("--network", type=float, default=50.0, help="GB/s that a rank sends; default %(default)s")
+    parser.add_argument("--memory", type=float, default=2000.0, help="GB/s of a rank's memory; default %(default)s")
+    parser.add_argument(
+        "--compute", type=float, default=0.0, help="seconds of forward and backward; default %(default)s"
+    )
     parser.add_argument("--budget", help="the card's memory, as in 24GiB: tell which modes fit")
-    parser.add_argument("--ram", help="the host's memory, as in 32GiB; 0GiB leaves offload out")
-    parser.add_argument("--pcie", type=int, choices=tuple(PCIE), default=4, help="generation, 16 lanes; default 4")
+    parser.add_argument("--ram", help="a rank's host memory, as in 32GiB; 0GiB leaves offload out")
+    parser.add_argument(
+        "--pcie", type=int, choices=tuple(PCIE), default=4, help="generation, 16 lanes; default %(default)s"
+    )
     parser.add_argument("--link-gbs", type=float, help="in place of --pcie: GB/s between card and host, each way")
 
 

@@ -390,3 +390,12 @@ def test_what_is_no_size() -> None:
         fp16opt.plan(7e9, float("nan"))
     with pytest.raises(ValueError, match="offload: expected one of 'cpu', got 'disk'"):
         Plan(params=1e9, offload="disk")
+
+
+def test_the_help_shows_each_default() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    shown = " ".join(parser.format_help().split())
+    for action in parser._actions:
+        if action.nargs != 0 and action.default is not None:
+            assert f"default {action.default}" in shown, action.dest
