@@ -11,10 +11,8 @@ import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import cards
 import pretended
 import pytest
 import torch
@@ -24,7 +22,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from engine.checks import Problem, assert_same, assert_same_bits, normal, parameters, snapshot, steps_in_one_pass
 from fp16opt import AveragedMasters, DynamicLossScaler, MixedPrecisionOptimizer, ema
-from fp16opt.kernels import cuda_devices, host_memory
+from fp16opt.kernels import host_memory
 
 SHAPES = ((), (70,), (3, 0), (64, 80), (33, 65), (64, 100))
 MIXED = (torch.float16, torch.bfloat16, torch.float16, torch.bfloat16, torch.float32, torch.float16)
@@ -364,51 +362,6 @@ def test_a_forked_child_has_no_part_of_it_and_is_told() -> None:
     os.close(write)
     assert_same(run.opt.state_dict(), before)
     run.train(1)
-
-
-# -- the driver --------------------------------------------------------------------------------------------------------
-
-
-def test_pages_are_locked_mapped_and_unlocked_after_the_work_of_the_card(
-    libraries: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    host = cards.pretend(cards.build(libraries), monkeypatch)
-    found = cuda_devices.kernels_on(1)
-    assert found is not None
-    host.noted()
-    slab = host_memory.Slab.allocate(5000, found)
-    size = 2 * mmap.PAGESIZE
-    assert len(slab) == size
-    assert host.noted("cuMemHostRegister", "cuMemHostGetDevicePointer", "cuCtxPushCurrent") == [
-        "cuCtxPushCurrent 1000",
-        f"cuMemHostRegister {size} flags 3",  # portable, and mapped
-        "cuMemHostGetDevicePointer",
-    ]
-    assert slab.card_address != slab.host_address
-    assert bytes(slab) == bytes(size)
-    found.wait()
-    assert host.noted("cuCtxSynchronize", "cuMemHostUnregister") == ["cuCtxSynchronize"]
-    del slab
-    assert host.noted("cuCtxSynchronize", "cuMemHostUnregister") == ["cuCtxSynchronize", "cuMemHostUnregister"]
-    assert found.shares_memory() is False
-
-
-@pytest.mark.parametrize("name", ["cuMemHostRegister", "cuMemHostGetDevicePointer"])
-def test_what_the_driver_says_is_told_and_nothing_stays_locked(
-    libraries: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.undo()
-    host = cards.pretend(cards.build(libraries), monkeypatch)
-    found = cuda_devices.kernels_on(0)
-    assert found is not None
-    host.fail(name, 2)
-    try:
-        with pytest.raises(host_memory.CannotLock, match=f"ulimit -l is .*; {name}_v2: CUDA reports CUDA_ERROR_OTHER"):
-            host_memory.Slab.allocate(100, found)
-    finally:
-        host.fail(name, 0)
-    assert len(host.noted("cuMemHostUnregister")) == (name != "cuMemHostRegister")
 
 
 # -- what does not go with it ------------------------------------------------------------------------------------------
