@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from .engine.dtensors import local
-from .engine.one_pass import OnePassStep
-from .kernels import CallCache
 from .kernels.host_memory import is_on_host
 
 _PACKAGE = __name__.split(".")[0]
@@ -110,15 +108,8 @@ def tensors_in(holder: Any) -> Iterator[Tensor]:
     return (item for item in found_in(holder) if isinstance(item, Tensor))
 
 
-def apart_from(theirs: Iterable[Tensor], holder: Any) -> list[Tensor]:
-    """This rank's pieces of all that ``holder`` leads to, but for what shares memory with ``theirs``.
-
-    With the tensors that views are of. What calls and plans know of addresses is forgotten.
-    """
-    found = list(found_in(holder))
-    for item in found:
-        if isinstance(item, (CallCache, OnePassStep)):
-            item.forget()
+def apart_from(theirs: Iterable[Tensor], found: Iterable[Any]) -> list[Tensor]:
+    """This rank's pieces of tensors among ``found``, and what views are of, but what shares memory with ``theirs``."""
     mine = [local(item) for item in found if isinstance(item, Tensor) and item.layout is torch.strided]
     mine += [one._base for one in mine if one._base is not None]  # a view holds it, and by it the memory
     known = {local(one).untyped_storage().data_ptr() for one in theirs if one.layout is torch.strided}

@@ -69,7 +69,7 @@ from .engine.wrapped_step import (
 )
 from .kernels import backends
 from .kernels.host_memory import Shelf
-from .memory import Memory, apart_from, measure
+from .memory import Memory, apart_from, found_in, measure
 from .scaling import LossScaler
 
 _NOT_COPIED = (
@@ -901,7 +901,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if step.check is None or not (step.about_to_write or step.all_written):
             state.stop_step()
             state.step = None
-            self.model_writes.write_edited()
+            self.model_writes.write_edited()  # the call had left that to its step
             return
         is_whole = step.all_written or (step.awaited is not None and step.awaited.read())  # the device has skipped it
         if not step.is_counted:
@@ -1273,8 +1273,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.params.changed()
         weights = [*self.params.models, *self.params.elsewhere]
         theirs = [one for weight in weights for one in (weight, raw_grad(weight)) if one is not None]
-        found = apart_from(theirs, [self, self.inner.state, self.gradients.tensors()])
-        return [one for one in found if steps_on_device(one.device)]
+        found = list(found_in([self, self.inner.state, self.gradients.tensors()]))
+        for item in found:
+            if isinstance(item, (kernels.CallCache, OnePassStep)):
+                item.forget()
+        return [one for one in apart_from(theirs, found) if steps_on_device(one.device)]
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,6 +71,14 @@ def pretend(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the library take the CPU for a device of another kind, for one test: one that runs behind the host."""
     emulated.use(module, monkeypatch)
     monkeypatch.setattr(who_waits(), "is_host", lambda device: False)
+
+
+def unlocked_after(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """For a fixture: the pretended card, on which no pages may be locked when a test is over."""
+    pretend(emulated, monkeypatch)
+    yield emulated
+    gc.collect()
+    assert emulated.locked == {}, "pages are still locked"
 
 
 class Counting:

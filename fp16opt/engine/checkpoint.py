@@ -170,7 +170,11 @@ class LoadPlan:
 
 
 def _load_optimizer(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], labels: Sequence[str], keeps: bool, where: torch.device | None
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    labels: Sequence[str],
+    keeps_dtypes: bool,
+    where: torch.device | None,
 ) -> None:
     """The wrapped optimizer loads a copy of ``state_dict``, then its state gets back what torch's casts took.
 
@@ -178,7 +182,7 @@ def _load_optimizer(
     user's hooks made of the dict, and put the state right before the user's hooks see that.
 
     Args:
-        keeps: whether state was saved over masters of the same dtypes as here. Else 16-bit state, which may be
+        keeps_dtypes: whether state was saved over masters of the same dtypes as here. Else 16-bit state, which may be
             of 16-bit training, becomes FP32 where masters are, unless the class itself has put 16 bits back.
         where: the device that state goes to, and which torch's casts are to leave alone; None for its parameter's.
     """
@@ -186,8 +190,8 @@ def _load_optimizer(
     lists = [group["params"] for group in optimizer.param_groups]
     settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
     standard = is_torch_class(optimizer)
-    how = _How(standard, keeps, where)
-    widens = not keeps and not all(p.dtype in HALF_DTYPES for params in lists for p in params)
+    how = _How(standard, keeps_dtypes, where)
+    widens = not keeps_dtypes and not all(p.dtype in HALF_DTYPES for params in lists for p in params)
     final: dict[str, Any] = {}
 
     def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:

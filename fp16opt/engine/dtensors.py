@@ -52,6 +52,14 @@ def local(tensor: Tensor) -> Tensor:
     return found
 
 
+def hold(tensor: Tensor, piece: Tensor) -> None:
+    """This rank's elements of ``tensor`` are those of ``piece`` from here on, in its memory."""
+    if is_sharded(tensor):
+        tensor._local_tensor = piece  # type: ignore[attr-defined]
+    else:
+        tensor.data = piece
+
+
 def pieces(tensors: Sequence[Any]) -> list[Tensor]:
     """:func:`local` of each, in fewer calls."""
     if not any_sharded(tensors):

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.calls import Entries
 from ..kernels.tensor_lists import set_classes
-from .dtensors import different_bits, is_sharded, local, raw_grad, set_raw_grad
+from .dtensors import different_bits, hold, local, raw_grad, set_raw_grad
 from .params import DeviceParams, ParamPair, ParamTable
 
 
@@ -134,14 +134,6 @@ class NoMasters(Masters):
 
     words = "without masters"
     are_apart = False
-
-
-def hold(master: Tensor, piece: Tensor) -> None:
-    """A master's piece on this rank becomes ``piece``."""
-    if is_sharded(master):
-        master._local_tensor = piece  # type: ignore[attr-defined]
-    else:
-        master.data = piece
 
 
 def rounded(pair: ParamPair) -> Tensor:

@@ -25,7 +25,7 @@ from ..kernels.tensor_lists import are_items, read
 from . import errors
 from .arguments import quoted
 from .diagnostics import describe
-from .dtensors import check_whole, is_sharded, local, pieces, raw_grad
+from .dtensors import check_whole, hold, is_sharded, local, pieces, raw_grad
 
 HALF_DTYPES = kernels.HALF_DTYPES
 OWN_DTYPES = (torch.float32, torch.float64)
@@ -164,19 +164,12 @@ class ParamPair:
             return
         here, there = local(self.master), local(self.model)
         if here.data_ptr() != there.data_ptr() or here.stride() != there.stride():
-            if is_sharded(self.master):
-                self.master._local_tensor = there.detach()  # type: ignore[attr-defined]
-            else:
-                self.master.data = self.model.data
+            hold(self.master, there.detach())
 
     def leave_memory(self) -> None:
         """A master on the weight's memory no longer keeps that, until :meth:`follow_memory`."""
         if self.has_master and not self.is_apart and local(self.master).numel():
-            nothing = local(self.master).detach().new_empty(0)
-            if is_sharded(self.master):
-                self.master._local_tensor = nothing  # type: ignore[attr-defined]
-            else:
-                self.master.data = nothing
+            hold(self.master, local(self.master).detach().new_empty(0))
 
     def follow_marks(self) -> None:
         """The master gets attributes that were set on the model's parameter since; what else stands on it stays."""

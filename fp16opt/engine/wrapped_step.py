@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -280,20 +280,20 @@ class WrappedStep:
         self.round_down()
         return loss
 
-    def _seen(self) -> tuple[list[int], list[Tensor], list[Tensor], list[Tensor]]:
-        """Versions and beginnings of masters, and beginnings of their gradients and the model's."""
+    def _seen(self) -> _Seen:
         masters = [master for master in self.params.apart if master is not None] or self.params.masters
         grads = [None if is_folded(grad) else grad for grad in raw_grads(self.params.models)]
-        return versions(masters), _beginnings(masters), _beginnings(raw_grads(masters)), _beginnings(grads)
+        true_grads = _beginnings(raw_grads(masters))
+        return _Seen(versions(masters), _beginnings(masters), true_grads, _beginnings(grads))
 
-    def _compare(self, before: tuple[list[int], list[Tensor], list[Tensor], list[Tensor]]) -> None:
+    def _compare(self, before: _Seen) -> None:
         """Believe the class, or log that three of its steps went round the masters."""
         now = self._seen()
         has_state = any(self.part.state.get(master) for master in self.params.masters)
-        has_moved = has_state or before[0] != now[0] or not _are_equal(before[1], now[1])
-        has_written = not _are_equal(before[3], now[3]) and _are_any(now[3])  # else they were cleared
+        has_moved = has_state or before.versions != now.versions or not _are_equal(before.masters, now.masters)
+        has_written = not _are_equal(before.grads, now.grads) and _are_any(now.grads)  # else they were cleared
         self._is_believed = has_moved and not has_written
-        can_move = _are_any(before[2]) and any(group.get("lr", 1) != 0 for group in self.part.param_groups)
+        can_move = _are_any(before.true_grads) and any(group.get("lr", 1) != 0 for group in self.part.param_groups)
         if has_written or (can_move and not has_moved):
             self._unseen += 1
         if self._unseen == 3:
@@ -315,6 +315,15 @@ class WrappedStep:
         with torch.no_grad():
             for device in self.params.devices:
                 self.masters.round_down(device)
+
+
+class _Seen(NamedTuple):
+    """What a step may move, before or after it: beginnings of masters, of their gradients and of the model's."""
+
+    versions: list[int]
+    masters: list[Tensor]
+    true_grads: list[Tensor]
+    grads: list[Tensor]
 
 
 def _beginnings(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -32,10 +32,7 @@ by_way = pytest.mark.parametrize("settings", list(WAYS.values()), ids=list(WAYS)
 @pytest.fixture(autouse=True)
 def card(emulated_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The pretended card, on which no pages are locked when a test is over."""
-    pretended.pretend(emulated_cuda, monkeypatch)
-    yield emulated_cuda
-    gc.collect()
-    assert emulated_cuda.locked == {}, "pages are still locked"
+    yield from pretended.unlocked_after(emulated_cuda, monkeypatch)
 
 
 def left_behind(run: Run, before: set[int]) -> list[Tensor]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from ... import kernels
 from ...kernels.calls import Entries
 from .. import errors
-from ..dtensors import as_piece_of, different_bits, is_sharded, local, pieces, raw_grad, set_raw_grad
-from ..masters import Masters, hold, ordinary_parameters
+from ..dtensors import as_piece_of, different_bits, hold, is_sharded, local, pieces, raw_grad, set_raw_grad
+from ..masters import Masters, ordinary_parameters
 from ..params import MASTER_OF, DeviceParams, ParamPair, ParamTable
 
 
