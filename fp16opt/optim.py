@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import parallel
 from .engine.missing_scale import WayToScale
+from .kernels.readings import Rows
 from .optimizer import MixedPrecisionOptimizer
 from .optimizers import lion
 
@@ -69,7 +70,7 @@ class _ByClass(MixedPrecisionOptimizer):
 
     def _begin(
         self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False
-    ) -> tuple[Any, ...] | None:
+    ) -> tuple[Rows, ...] | None:
         self._follow()
         return super()._begin(call, verifies, rounds, gives_up)
 

@@ -69,6 +69,7 @@ from .engine.wrapped_step import (
 )
 from .kernels import backends
 from .kernels.host_memory import Shelf
+from .kernels.readings import Rows
 from .memory import Memory, apart_from, found_in, measure
 from .scaling import LossScaler
 
@@ -105,6 +106,11 @@ def outside_inference(method: Method) -> Method:
             return method(*args, **kwargs)
 
     return cast(Method, call)
+
+
+def public(method: Method) -> Method:
+    """What users call: hidden from ``torch.compile``, and outside of inference mode."""
+    return opaque(outside_inference(method))
 
 
 def between_hooks(step: Method) -> Method:
@@ -339,7 +345,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         A parameter that is frozen and has never had a gradient stands there itself.
         """
         if self._is_behind():
-            self._begin("param_groups")
+            with torch.inference_mode(False):
+                self._begin("param_groups")
         return self.optimizer.param_groups
 
     @property
@@ -406,6 +413,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             counts[kind] = counts.get(kind, 0) + 1
         return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
 
+    @outside_inference
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
         self.model_writes.require_not_swapped("a copy or pickle")
@@ -441,8 +449,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
 
-    @opaque
-    @outside_inference
+    @public
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, like ``torch.optim.Optimizer.add_param_group``; its 16-bit parameters get masters.
 
@@ -474,7 +481,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return not self.step_state.holds_groups()  # then the next call raises
         return self.params.thawed()
 
-    @outside_inference
     def settle(self, call: str) -> None:
         """Finish a step that an exception has stopped, and whose own ``except`` was cut too.
 
@@ -484,23 +490,25 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Raises:
             RuntimeError: a step of this optimizer is under way: a hook has called, a signal handler or another thread.
         """
-        if self.step_state.is_stepping:
+        step = self.step_state.step
+        if step is not None and step.runs:
             raise errors.WITHIN_A_STEP(call=call)
         if self._offload is not None:
             self._offload.require_here(call)
         if self._is_away:
             raise errors.OFFLOADED(call=call)
-        self._finish_step()
+        if step is not None:
+            self._finish_step(step)
 
     def _look(self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> Look:
         """What every call that needs gradients begins with: :meth:`_begin`, then a look at what there is."""
         look = self.step_state.look(self._begin(call, verifies, rounds, gives_up))
-        return self.step_state.see(look) if self.step_state.is_to_fold else look  # so that nothing keeps what is freed
+        is_freed = self.step_state.stage.is_to_fold  # what the call has seen: nothing may keep it
+        return self.step_state.see(look) if is_freed else look
 
-    @outside_inference
     def _begin(
         self, call: str, verifies: bool = True, rounds: bool = True, gives_up: bool = False
-    ) -> tuple[Any, ...] | None:
+    ) -> tuple[Rows, ...] | None:
         """What every call begins with: finish a stopped step, follow the groups, write edited masters.
 
         Args:
@@ -510,7 +518,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             gives_up: the call ends the present step: groups may change.
 
         Returns:
-            What was read of the weights, where the call verifies them and writes none.
+            The weights as they were read, where the call verifies them and writes none.
 
         Raises:
             RuntimeError: it is called within a step; the model's weights are swapped; a parameter's dtype, shape or
@@ -522,9 +530,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.model_writes.require_not_swapped(type(self).__name__)
         weights = self.params.verify_moved() if verifies else None
         groups, generation = self.inner.param_groups, self.params.generation
-        if self.params.has_changed(groups):
+        has_changed = self.params.has_changed(groups)
+        if has_changed:
             self.params.put_masters_back(groups)
-        if self.params.has_changed(groups):
+            has_changed = self.params.has_changed(groups)
+        if has_changed:
             self._follow_groups(groups, gives_up)
         elif self.params.unmastered and self.params.thawed():
             came_from = [n if pair.has_master else None for n, pair in enumerate(self.params.all)]
@@ -564,6 +574,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             asked = functools.partial(parallel.ranks_of, self.optimizer, self.params, self._names, facts, lambda: None)
             self.step_state.ranks = self.step_state.ranks.followed_by(asked)
 
+    @outside_inference
     def train(self, mode: bool = True) -> None:
         """Call ``train`` of the wrapped optimizer, where it has one (schedule-free ones), and let the model follow.
 
@@ -589,7 +600,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    @opaque
+    @public
     def scale_loss(self, loss: Tensor, *, scaler: LossScaler | None = None) -> Tensor:
         """``loss.float()`` times the loss scale. Call ``.backward()`` on it yourself.
 
@@ -618,7 +629,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         )
         return loss.float() * scale.scale.to(loss.device)
 
-    @opaque
+    @public
     def backward(
         self,
         loss: Tensor,
@@ -666,8 +677,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise
         self.step_state.end_backward(stamp=update_master_grads)
 
-    @opaque
-    @outside_inference
+    @public
     def update_master_grads(self) -> None:
         """Take the model's gradients as they are now, from any writer, and write true FP32 ones to the masters.
 
@@ -681,8 +691,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         self.step_state.update(self._look("update_master_grads"))
 
-    @opaque
-    @outside_inference
+    @public
     def clip_master_grads(
         self,
         max_norm: float,
@@ -734,8 +743,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.step_state.clip(look, factor, of, is_one=self._on_host and factor.item() == 1.0)
         return norm_before
 
-    @opaque
-    @outside_inference
+    @public
     def clip_master_values(self, max_value: float, params: Iterable[Tensor] | Tensor | None = None) -> None:
         """Bring every element of all master gradients to at most ``max_value`` in size, as ``clip_grad_value_`` does.
 
@@ -767,8 +775,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.gradients.clip_values(max_value, check.found_inf, of)
             self.step_state.close(is_measured=False)
 
-    @opaque
-    @outside_inference
+    @public
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the model's and the masters' gradients and forget what was found in them.
 
@@ -836,18 +843,19 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _step_once(self, closure: EvaluatedClosure | None) -> Any:
         with self.lines.held():  # a handler is code of the user's, which may write weights
             look = self._look("step", rounds=False)  # the step rounds masters
-            return self._run_step(lambda step: self._take_step(step, look, closure))
+            return self._run_step(self._take_step, look, closure)
 
-    def _run_step(self, take: Callable[[Step], Any]) -> Any:
-        """One step from its beginning to its end: ``take`` makes it, and sets its marks."""
+    def _run_step(self, take: Callable[..., Any], *given: object) -> Any:
+        """One step from its beginning to its end: ``take`` makes it of what is ``given``, and sets its marks."""
         step = Step(self.outcome.counts)
         try:
             self.step_state.step = step
-            result = take(step)
+            result = take(step, *given)
             self.step_state.step = None
         except BaseException:
             step.runs = False  # a plain store: from here on the next call finishes it, if an exception stops this too
-            self._finish_step()
+            if self.step_state.step is not None:
+                self._finish_step(step)
             raise
         if step.check is not None:
             self._after_step(step.check, self.outcome.last)
@@ -886,15 +894,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.model_writes.agree(rounded_all, self._on_host)
         self._record(check, step.skipped if step.awaited is None else step.awaited.read())
 
-    def _finish_step(self) -> None:
-        """Finish a step that an exception has stopped, if there is one; where nothing was written all is as it was.
+    @outside_inference
+    def _finish_step(self, step: Step) -> None:
+        """Finish a step that an exception has stopped; where nothing was written all is as it was.
 
         Else masters are the truth, the model follows them, the engine's writes are known as its own, and the step is
         counted. Which parameters were stepped isn't known.
         """
-        state, step = self.step_state, self.step_state.step
-        if step is None:
-            return
+        state = self.step_state
         self._guard.shut()
         step.undo()
         own_masters(self.params, self._true_gradients, self.masters.mixed_in)
@@ -962,8 +969,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         refusal = errors.SCALED_HERE_AND_THERE if made_here else errors.TWO_SCALES
         raise refusal(scale=self.loss_scale)
 
-    @opaque
-    @outside_inference
+    @public
     def check_external(self, inv_scale: Tensor) -> Tensor | None:
         """Check gradients that came by a plain backward, for a GradScaler of this library. Makes no FP32 ones.
 
@@ -1010,7 +1016,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.model_writes.sync()
         self.params.follow_marks()
         evaluations = MasterReevaluations(closure, self._take_moved, self.step_state)
-        stepped: bool = self._run_step(lambda step: self._reevaluate(step, evaluations))
+        stepped: bool = self._run_step(self._reevaluate, evaluations)
         if not stepped:
             self.zero_grad()
         return evaluations.returned if stepped else evaluations.loss
@@ -1061,7 +1067,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _must_know(self, check: Check) -> bool:
         """Whether the host has to know at the end of the step whether it was skipped."""
         return bool(
-            self._stepper.counts_steps()
+            self._stepper.counts_steps
             or self.step_state.replicas.needs_decision
             or any(scaler.max_consecutive_skips is not None for scaler, _ in check.found)
         )
@@ -1074,11 +1080,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         state = self.step_state
         is_told = skipped is True or (skipped is False and self.outcome.log.awaits_step)
         self.outcome.before = float(self.scaler.scale) if is_told else None
-        self.outcome.losses = state.losses if is_told else ()
+        self.outcome.losses = state.stage.losses if is_told else ()
         numbers = check.origin if skipped is True else None
         self.outcome.origin = None if numbers is None else state.ranks.origin(numbers)
-        if state.scale is not None:
-            self.outcome.scale = state.scale.scale
+        if state.stage.scale is not None:
+            self.outcome.scale = state.stage.scale.scale
         flags = [] if skipped is False else self.gradients.flags()
         step = state.step or Step(self.outcome.counts)
         self.outcome.record(check, skipped, flags, self.gradients.stats, step)
@@ -1179,7 +1185,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         fractions = ("loss_scale", "grad_norm", "clip_factor")
         return {name: value if name in fractions else int(value) for name, value in numbers.items()}
 
-    @opaque
+    @public
     def master_params(self) -> Iterator[Tensor]:
         """What the wrapped optimizer steps, in param_groups order: masters.
 
@@ -1192,7 +1198,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return iter(list(self.params.masters))
         return self.masters.shown(self.params.all)
 
-    @opaque
+    @public
     def model_params(self) -> Iterator[Tensor]:
         """The model's parameters, in param_groups order; pairs with :meth:`master_params`."""
         models = {id(pair.master): pair.model for pair in self.params.all}
@@ -1233,8 +1239,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- phases of a run ---------------------------------------------------------------------------------------------
 
-    @opaque
-    @outside_inference
+    @public
     def offload(self) -> None:
         """Bring all that the engine keeps on the card to page-locked memory of the host, until :meth:`onload`.
 
@@ -1258,8 +1263,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._shelf.put(self._own_tensors())
             self.params.leave_memory()  # which the framework frees
 
-    @opaque
-    @outside_inference
+    @public
     def onload(self) -> None:
         """Bring back to the card what :meth:`offload` has brought to the host: the same bits. Syncs."""
         if self._is_away:
@@ -1281,7 +1285,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
-    @opaque
+    @public
     def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Plain tensors, numbers, strings, lists and dicts: ``torch.load(weights_only=True)`` reads them back.
 
@@ -1331,8 +1335,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """A parameter's state in FP32 under torch's names; with ``offload="cpu"`` on the host."""
         return state8.whole_entry(entry if self._offload is None else self._offload.saved(entry))
 
-    @opaque
-    @outside_inference
+    @public
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, or the wrapped class's own state_dict (from FP32 training).
 
@@ -1453,7 +1456,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.step_state.forget()
         self._round_all()
 
-    @opaque
+    @public
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """``model.state_dict()`` with FP32 masters in place of 16-bit parameters, under all their names.
 
@@ -1478,8 +1481,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 state[name] = made[id(value)]
         return state
 
-    @opaque
-    @outside_inference
+    @public
     def take_delta(self, model: torch.nn.Module) -> WeightDelta:
         """What changed in the model since the last call, or since it was wrapped; the next one begins here.
 
@@ -1516,8 +1518,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
             return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes, self._changes.source)
 
-    @opaque
-    @outside_inference
+    @public
     def refresh_masters(self) -> None:
         """Masters take the model parameters' values, for code that wrote the model in place. No host sync."""
         self._begin("refresh_masters")
@@ -1526,7 +1527,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 self.masters.refresh(pair)
         self.model_writes.record()
 
-    @opaque
+    @public
     def write_masters(self) -> None:
         """The model takes the masters' values, rounded, for code that wrote the masters in place. No host sync."""
         if self.step_state.is_stepping:

@@ -74,6 +74,7 @@ class LossScaler(abc.ABC):
     """The number, among all, of the last one with this scaler, of any optimizer that it serves."""
 
     _scale: Tensor
+    _known_one: tuple[int, bool] = (-1, False)
 
     @property
     def scale(self) -> Tensor:
@@ -96,6 +97,14 @@ class LossScaler(abc.ABC):
     @abc.abstractmethod
     def set_scale(self, value: float) -> None:
         """Set the scale, and count finite steps from zero again. ValueError where out of range."""
+
+    def is_one(self) -> bool:
+        """Whether the scale is static and exactly 1: gradients are true ones. Syncs once for each value of it."""
+        if self.dynamic:
+            return False
+        if self._known_one[0] != self.generation:
+            self._known_one = self.generation, float(self.scale) == 1.0
+        return self._known_one[1]
 
     def begin_backward(self) -> None:
         """One with this scaler begins."""

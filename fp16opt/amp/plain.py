@@ -14,7 +14,7 @@ from ..engine.arguments import check_loss
 from ..engine.diagnostics import Lines, Overflow, warn_eps
 from ..engine.modes.closures import Evaluation
 from ..engine.passes import are_zero
-from ..engine.stage import BackwardScale, GradientStamp, UnitScales
+from ..engine.stage import BackwardScale, GradientStamp
 from ..grad_scaler.closures import ScaledReevaluations, split_closure
 from ..grad_scaler.gradients import Found, OptimizerGradients, overflows, put_back, take_out
 from ._amp_state import _amp_state
@@ -54,7 +54,6 @@ class PlainGradients:
         self.skipped_steps = 0
         self.report: list[Overflow] = []
         self._gradients = OptimizerGradients()
-        self._units = UnitScales()
         self._open: list[BackwardScale] = []  # of contexts that are not left yet
         self._last_scale: BackwardScale | None = None
         self._scale: BackwardScale | None = None
@@ -125,7 +124,7 @@ class PlainGradients:
 
     def _go_on(self, optimizer: Optimizer, scale: BackwardScale) -> None:
         """Gradients that come now are scaled."""
-        if self._scale is None and not self._units.has(scale.scaler):
+        if self._scale is None and not scale.scaler.is_one():
             self.take_out(optimizer)
         self._scale = self._last_scale = scale
 

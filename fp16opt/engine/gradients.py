@@ -33,7 +33,6 @@ from .stage import (
     Ready,
     Scaled,
     ScaledBy,
-    UnitScales,
     Unscaled,
 )
 from .step import Step
@@ -82,27 +81,12 @@ class StepState(abc.ABC):
         self.stage: Any = Ready(backwards=LossScaler.backwards)
         self.step: Step | None = None
         self.own_scaler = own_scaler
-        self._units = UnitScales()
-
-    @property
-    def scale(self) -> BackwardScale | None:
-        """Of the present gradients; of sums, of the last backward. None where there are none."""
-        return getattr(self.stage, "scale", None)
-
-    @property
-    def check(self) -> Check | None:
-        """What the last check of the present gradients has found; None where there was none."""
-        return getattr(self.stage, "check", None)
-
-    @property
-    def losses(self) -> tuple[Tensor, ...]:
-        """Of the present gradients' backwards, unscaled, where they are single numbers."""
-        return getattr(self.stage, "losses", ())
 
     @property
     def is_own(self) -> bool:
         """Whether ``opt.backward(loss)`` or ``opt.scale_loss(loss)`` has made the present gradients."""
-        return self.scale is not None and self.scale.by is ScaledBy.ENGINE
+        scale = self.stage.scale
+        return scale is not None and scale.by is ScaledBy.ENGINE
 
     @property
     def is_stepping(self) -> bool:
@@ -111,13 +95,13 @@ class StepState(abc.ABC):
 
     def is_one(self, scaler: LossScaler | None = None) -> bool:
         """Whether a scale, else the own one, is static and exactly 1. Syncs once for each value of a static scale."""
-        return self._units.has(self.own_scaler() if scaler is None else scaler)
+        return (scaler or self.own_scaler()).is_one()
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def look(self, weights: tuple[Any, ...] | None = None) -> Look:
         """What gradients there are now: see :meth:`.Look.at`."""
-        return Look.at(self.params, weights, getattr(self.stage, "stamp", None))
+        return Look.at(self.params, weights, self.stage.stamp)
 
     def see(self, look: Look) -> Look:
         """Go on from what became of gradients since their stamps; every call that needs them begins with it.
@@ -131,7 +115,9 @@ class StepState(abc.ABC):
         stage, grads = self.stage, look.grads.tensors
         if type(stage) is Ready:
             return look
-        if self._are_cleared(grads):
+        written, gone = ((), ()) if stage.stamp is None else stage.stamp.compare(look.grads)
+        is_untouched = stage.stamp is not None and not (written or gone or stage.stamp.is_empty)
+        if not is_untouched and self._are_cleared(grads):
             self.reset(keeps_true=False)
             return look
         if type(stage) is Interrupted:
@@ -139,25 +125,23 @@ class StepState(abc.ABC):
                 raise errors.INTERRUPTED()
             self.reset(keeps_true=False, zeros=grads)
             return look
-        self._check_left_over(grads)
-        if self.is_to_fold:
+        if stage.left_over is not None:
+            self._check_left_over(stage, grads)
+        if stage.is_to_fold:
             self.fold(look)
             return self.look(look.weights)
-        if stage.stamp is None:
-            return look
-        written, gone = stage.stamp.compare(look.grads)
         if gone:
             self.leave_alone(gone, look)
-        if written and (self.is_sum or not all(stage.stamp.is_of(i, grads[i]) for i in written)):
+        if written and (stage.is_sum or not all(stage.stamp.is_of(i, grads[i]) for i in written)):
             # Zeros that DDP still reduces stand in the place of what was folded.
-            if not (self.is_sum and are_zero([grads[i] for i in written])):
+            if not (stage.is_sum and are_zero([grads[i] for i in written])):
                 self._refuse_writes(written, grads)
         elif written:
             if not are_zero(grads):
                 self._refuse_writes(written, grads)
             self.reset(keeps_true=False, zeros=grads)
             return look
-        if type(self.stage) is Unscaled:
+        if type(stage) is Unscaled:
             self._notice_edits(self.stage)
         return look
 
@@ -175,11 +159,8 @@ class StepState(abc.ABC):
             return stage.check.has_grads and not any_raw_grad(self.params.masters)  # the user has set them there
         return True
 
-    def _check_left_over(self, grads: Grads) -> None:
+    def _check_left_over(self, stage: Any, grads: Grads) -> None:
         """Raise where a loss was scaled over gradients of an earlier step, and one of them is still there."""
-        stage = self.stage
-        if type(stage) is not Scaled or stage.left_over is None:
-            return
         left = [at for at, grad in enumerate(grads) if stage.left_over.is_of(at, grad)]
         if left:
             raise errors.NOT_CLEARED(names=describe([self.params.names[at] for at in left]))
@@ -201,7 +182,7 @@ class StepState(abc.ABC):
     def _refuse_writes(self, written: list[int], grads: Grads) -> None:
         stage = self.stage
         names = describe([self.params.names[i] for i in written])
-        if self.is_sum:
+        if stage.is_sum:
             raise errors.WRITTEN_AFTER_THE_FOLD(names=names)
         if stage.scale.by.is_grad_scaler:
             raise errors.CLIPPED_THE_MODEL(names=names)
@@ -253,22 +234,25 @@ class StepState(abc.ABC):
         self._end_empty()
         look = self.see(look)
         stage = self.stage
-        if getattr(stage, "is_closed", False):
+        if stage.is_closed:
             raise errors.BACKWARD_AFTER_A_CLIP()
-        if self.scale is not None and self.scale.by.is_grad_scaler:
+        if stage.scale is not None and stage.scale.by.is_grad_scaler:
             raise errors.BACKWARD_AFTER_UNSCALE()
-        left_over, sums = getattr(stage, "left_over", None), None
+        left_over, sums = stage.left_over, None
         if type(stage) is Ready:
             left_over = self._left_over(stage, look, scaler, may_clear)
-        elif self.is_sum or not stage.scale.is_current(scaler):
+        elif stage.is_sum or not stage.scale.is_current(scaler):
             sums = self.sum_up(look)
-        scale = self.scale
+        scale: BackwardScale | None = self.stage.scale
+        losses = self.stage.losses
         if scale is None or scale.by is not ScaledBy.ENGINE or not scale.is_current(scaler):
             scale = BackwardScale.of(scaler)
         if sums is None and (type(stage) is Unscaled or (type(stage) is Ready and stage.holds_true)):
             self.gradients.forget_true()
-        losses = self.losses if loss is None else (*self.losses, loss)
-        self.stage = Scaled(scale, None, losses, left_over, sums, may_be_cleared=may_clear)
+        if loss is not None:
+            losses = (*losses, loss)
+        is_to_fold = self.sums or sums is not None
+        self.stage = Scaled(scale, None, losses, left_over, sums, may_clear, is_to_fold)
         self.backwards += 1
         scaler.begin_backward()
         return scale
@@ -291,7 +275,7 @@ class StepState(abc.ABC):
             stamp: remember its gradients, so that an edit is noticed, and fold them into sums where there are any.
                 Without it they are the user's until the next call.
         """
-        if self.is_to_fold:
+        if self.stage.is_to_fold:
             if stamp:
                 self.fold(self.look())
         elif stamp and type(self.stage) is Scaled and not self.replicas.local:  # else a later backward reduces them
@@ -311,7 +295,7 @@ class StepState(abc.ABC):
         if type(stage) is not Unscaled or stage.is_sum or stage.is_closed or stage.scale.by is ScaledBy.DIVIDED:
             return None
         self.gradients.forget_true()
-        self.stage = Scaled(stage.scale, stage.stamp, stage.losses)
+        self.stage = Scaled(stage.scale, stage.stamp, stage.losses, is_to_fold=self.sums)
         return stage.check
 
     def interrupt(self) -> None:
@@ -321,7 +305,7 @@ class StepState(abc.ABC):
 
     def waits_for_reduction(self) -> bool:
         """Whether gradients were made under DDP's no_sync, and are to be reduced by a later backward."""
-        return self.replicas.local and not (self.is_to_fold or self.is_sum)
+        return self.replicas.local and not (self.stage.is_to_fold or self.stage.is_sum)
 
     def waits_for_step(self) -> bool:
         """Whether gradients do. READY where they were cleared, in whatever way: an abandoned batch."""
@@ -362,7 +346,7 @@ class StepState(abc.ABC):
         if stage.holds_true:
             self.gradients.forget_true()
         self.gradients.release()
-        self.stage = Scaled(scale)
+        self.stage = Scaled(scale, is_to_fold=self.sums)
         return True
 
     def has_zeros(self, grads: Grads) -> bool:
@@ -432,7 +416,7 @@ class StepState(abc.ABC):
             self._check(Scaled(BackwardScale.of(self.own_scaler())), look, write, has_grads=False)
         if norm_type is not None and not self.stage.is_measured:  # after a clip
             self.unscale(look)
-        if self.is_sum and self.stage.unreduced:
+        if self.stage.is_sum and self.stage.unreduced:
             self.reduce()
         if not self.ranks.alone:
             return self._agree(norm_type, of, max_norm)
@@ -457,7 +441,7 @@ class StepState(abc.ABC):
 
     def _check(self, stage: Scaled, look: Look, write: bool, has_grads: bool = True) -> None:
         """SCALED to CHECKED or, where true gradients are wanted or kernels can't step some, to UNSCALED."""
-        if has_grads and self.is_to_fold:
+        if stage.is_to_fold:
             self.fold(look)
             return
         stamp = GradientStamp(look.grads) if stage.stamp is None else stage.stamp
@@ -498,20 +482,21 @@ class StepState(abc.ABC):
             scaler.last_backward > stage.backwards or LossScaler.backwards == stage.backwards
         )
         self.take_external(look, scaler if is_known else None)
-        if type(self.stage) in (Ready, Interrupted) or self.is_to_fold or self.is_sum:
+        if type(self.stage) in (Ready, Interrupted) or self.stage.is_to_fold or self.stage.is_sum:
             self.see(look)
         if type(self.stage) in (Checked, Unscaled) and self.stage.scale.by.is_grad_scaler:
             raise errors.UPDATED_AFTER_UNSCALE()
         self._check_reduced()
-        if self.is_sum:
+        if self.stage.is_sum:
             self.stage = self.stage._replace(is_asked=True)
-        if type(self.stage) is Ready or self.is_sum:
+        if type(self.stage) is Ready or self.stage.is_sum:
             return
         if self._are_cleared(look.grads.tensors):
             self.reset(keeps_true=False)
             return
-        self._check_left_over(look.grads.tensors)
-        self._check(Scaled(self.stage.scale, None, self.losses), look, write=True)
+        if self.stage.left_over is not None:
+            self._check_left_over(self.stage, look.grads.tensors)
+        self._check(Scaled(self.stage.scale, None, self.stage.losses), look, write=True)
 
     def _check_reduced(self) -> None:
         if self.waits_for_reduction():
@@ -519,7 +504,8 @@ class StepState(abc.ABC):
 
     def _end_empty(self) -> None:
         """READY where gradients are about to come and this rank had none: other ranks have begun anew too."""
-        if self.check is not None and not self.check.has_grads:
+        check = self.stage.check
+        if check is not None and not check.has_grads:
             self.reset(keeps_true=False)
 
     def _agree(self, norm_type: float | None, of: set[int] | None, max_norm: float | None) -> Check | None:
@@ -538,7 +524,7 @@ class StepState(abc.ABC):
             )
         mine = [one for _, one in check.found]
         asked = Asked(norm_type, max_norm, check.turn, self.steps, check.has_grads)
-        found, norm, has_grads, origin = self.ranks.agree(mine, asked, power, self.losses)
+        found, norm, has_grads, origin = self.ranks.agree(mine, asked, power, self.stage.losses)
         every = tuple((scaler, one) for (scaler, _), one in zip(check.found, found, strict=True))
         norms = check.norms
         if norms and not check.is_agreed:
@@ -556,20 +542,21 @@ class StepState(abc.ABC):
     def is_as_stamped(self) -> bool:
         """Whether the stamps tell of no gradient that was written, replaced or set to None since."""
         stamped = (
-            (getattr(self.stage, "stamp", None), self.params.models),
-            (getattr(self.stage, "true_stamp", None), self.params.masters),
+            (self.stage.stamp, self.params.models),
+            (self.stage.true_stamp, self.params.masters),
         )
         return all(stamp is None or not any(stamp.compare(raw_grads(tensors))) for stamp, tensors in stamped)
 
     def stamp_again(self) -> None:
         """DDP has moved gradients into its buckets: the stamp is of those that are there now, which are the same."""
-        if getattr(self.stage, "stamp", None) is not None:
+        if self.stage.stamp is not None:
             self.stage = self.stage._replace(stamp=GradientStamp.of(self.params.models))
 
     def blame(self, scaler: LossScaler, found: Tensor) -> None:
         """Count ``found`` (float32, 0-dim) into what ``scaler``'s backwards gave: it was found in another optimizer."""
-        if self.check is not None:
-            self.stage = self.stage._replace(check=self.check.with_found(scaler, found.to(self.device)))
+        check = self.stage.check
+        if check is not None:
+            self.stage = self.stage._replace(check=check.with_found(scaler, found.to(self.device)))
 
     # -- clips and edits ---------------------------------------------------------------------------------------------
 
@@ -598,16 +585,6 @@ class StepState(abc.ABC):
             )
 
     # -- FP32 sums: what :class:`.modes.sums.SummingState` does ------------------------------------------------------
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether masters hold FP32 sums, and nothing waits to be added to them."""
-        return type(self.stage) is Unscaled and self.stage.is_sum
-
-    @property
-    def is_to_fold(self) -> bool:
-        """Whether the model's gradients are to be added to FP32 sums."""
-        return type(self.stage) is Scaled and (self.sums or self.stage.sums is not None)
 
     @abc.abstractmethod
     def sum_up(self, look: Look) -> Unscaled:
@@ -638,17 +615,18 @@ class StepState(abc.ABC):
         backward left them, but for clipped and edited ones, and sums.
         """
         stage = self.stage
-        is_told = self.scale is not None and self.scale.by is ScaledBy.TOLD_IN_STEP
-        if is_told and not self.is_sum and not getattr(stage, "is_closed", False):
+        is_told = stage.scale is not None and stage.scale.by is ScaledBy.TOLD_IN_STEP
+        if is_told and not (stage.is_sum or stage.is_closed):
             self.gradients.forget_true()
-            self.stage = Scaled(BackwardScale.of(stage.scale.scaler, ScaledBy.USER), stage.stamp, stage.losses)
+            scale = BackwardScale.of(stage.scale.scaler, ScaledBy.USER)
+            self.stage = Scaled(scale, stage.stamp, stage.losses, is_to_fold=self.sums)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def holds_groups(self) -> bool:
         """Whether param_groups may not change now: between a check and its step, which the user has not given up."""
         stage = self.stage
-        if self.is_sum:
+        if stage.is_sum:
             edited = stage.true_stamp.compare(raw_grads(self.params.masters))
             return stage.is_closed or stage.scale.by.is_grad_scaler or any(edited)
         return type(stage) in (Checked, Unscaled) and not self._are_cleared(raw_grads(self.params.models))
@@ -659,7 +637,7 @@ class StepState(abc.ABC):
         Args:
             strictly: also where the model's gradients were cleared since, as the user asks for the change now.
         """
-        is_checked = type(self.stage) in (Checked, Unscaled) and not self.is_sum
+        is_checked = type(self.stage) in (Checked, Unscaled) and not self.stage.is_sum
         if self.holds_groups() or (strictly and is_checked):
             raise errors.GROUPS_CHANGED()
 
@@ -675,15 +653,15 @@ class StepState(abc.ABC):
         if type(self.stage) is Checked and is_thaw:
             self.unscale(self.look().without(self.params, [at for at, old in enumerate(came_from) if old is None]))
         stage = self.stage
-        if type(stage) in (Checked, Unscaled) and not (is_thaw or self.is_sum):
+        if type(stage) in (Checked, Unscaled) and not (is_thaw or stage.is_sum):
             self.reset(keeps_true=False)
         else:
             now = [None] * len(self.params) if type(stage) is Ready else raw_grads(self.params.models)
-            stamps = {name: getattr(stage, name, None) for name in ("stamp", "left_over")}
+            stamps = {name: getattr(stage, name) for name in ("stamp", "left_over")}
             self.stage = stage._replace(
                 **{name: stamp.moved(came_from, now) for name, stamp in stamps.items() if stamp is not None}
             )
-        if self.is_sum and not is_thaw:
+        if stage.is_sum and not is_thaw:
             true_stamp = stage.true_stamp.moved(came_from, raw_grads(self.params.masters))
             self.stage = self.stage._replace(true_stamp=true_stamp)
             self.gradients.measure()
@@ -699,7 +677,7 @@ class StepState(abc.ABC):
         self.gradients.release(frees=type(stage) is Checked)
         if not keeps_true:
             self.gradients.forget_true()
-        stamp = getattr(stage, "stamp", None) if zeros is None else GradientStamp(zeros)
+        stamp = stage.stamp if zeros is None else GradientStamp(zeros)
         if stamp is None:
             stamp = GradientStamp.of(self.params.models)
         holds_true = type(stage) is Unscaled and keeps_true

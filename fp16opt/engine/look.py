@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..kernels.readings import Rows
 from ..kernels.tensor_lists import any_grad, any_there, gradients, read
@@ -19,15 +19,15 @@ class Look(NamedTuple):
     Attributes:
         grads: of the model's parameters, in the order of the table.
         rows: the same by device, in rows as kernels take them: of DTensors this rank's pieces.
-        weights: by device, what was read of the model's weights; None where the call neither compares nor writes them.
+        weights: by device, the model's weights as they were read; None where the call neither compares nor writes them.
     """
 
     grads: Rows
     rows: tuple[Rows, ...]
-    weights: tuple[Any, ...] | None = None
+    weights: tuple[Rows, ...] | None = None
 
     @classmethod
-    def at(cls, params: ParamTable, weights: tuple[Any, ...] | None = None, like: GradientStamp | None = None) -> Look:
+    def at(cls, params: ParamTable, weights: tuple[Rows, ...] | None = None, like: GradientStamp | None = None) -> Look:
         """Of the gradients that there are now. No sync.
 
         Args:
@@ -40,9 +40,13 @@ class Look(NamedTuple):
             grads = gradients(params.models, like.reading, like.references)
         if grads.reading is not None:
             params.read_of_grads = grads.reading
-        look = cls(grads, tuple(_rows(grads, device, params) for device in params.devices), weights)
-        late = [pair.position for pair in params.unmastered]
-        return look.without(params, late) if late and any_grad([params.models[at] for at in late]) else look
+        rows: tuple[Rows, ...] = (grads,)
+        if len(params.devices) != 1 or params.has_dtensors:
+            rows = tuple([_rows(grads, device) for device in params.devices])
+        look = cls(grads, rows, weights)
+        if params.unmastered and any_grad([pair.model for pair in params.unmastered]):
+            return look.without(params, [pair.position for pair in params.unmastered])
+        return look
 
     @property
     def any(self) -> bool:
@@ -59,9 +63,7 @@ class Look(NamedTuple):
         return self._replace(rows=tuple(made))
 
 
-def _rows(grads: Rows, device: DeviceParams, params: ParamTable) -> Rows:
+def _rows(grads: Rows, device: DeviceParams) -> Rows:
     """Those of one device."""
-    if len(params.devices) == 1 and not params.has_dtensors:
-        return grads
     mine = device.pieces_of([grads.tensors[position] for position in device.positions])
     return Rows(mine, read(mine))

@@ -7,7 +7,7 @@ rounded master in full; equal bits are no write. A master that the user wrote wi
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import backends
 from ..kernels.calls import Entries
+from ..kernels.readings import Rows
 from . import errors
 from .diagnostics import Lines, warn_cast, warn_model_write
-from .dtensors import version, versions
+from .dtensors import version
 from .masters import Masters
 from .params import DeviceParams, ParamPair, ParamTable
 
@@ -97,11 +98,12 @@ class ModelWrites:
         self._written_masters.clear()
         self._unsampled.clear()
         if not masters_seen:
-            self._master_versions = versions(self.params.apart)
-        readings = self._read_models()
+            self._master_versions = self.params.versions(self.params.apart)
+        weights = tuple(map(DeviceParams.read_models, self.params.devices))
+        self._model_versions = self._versions_of(weights)
         if self.policy != "ignore":
-            for group, record, reading in zip(self.params.devices, self._records, readings, strict=True):
-                self._sample(group, record.then, reading)
+            for group, record, rows in zip(self.params.devices, self._records, weights, strict=True):
+                self._sample(group, record.then, rows)
                 if record.layout != self.params.layout:
                     record.layout, record.strides = self.params.layout, _strides(group)
 
@@ -136,8 +138,8 @@ class ModelWrites:
         """Tensors were copied, and their version counters are new. Masters that the user wrote before stay noted."""
         self._groups = list(self.params.devices)
         self._generation = self.params.generation
-        self._master_versions = versions(self.params.apart)
-        self._model_versions = versions(self.params.models)
+        self._master_versions = self.params.versions(self.params.apart)
+        self._model_versions = self.params.versions(self.params.models)
 
     def _make_records(self) -> None:
         """Make empty records for the rows that there are now."""
@@ -145,27 +147,21 @@ class ModelWrites:
         self._groups = list(self.params.devices)
         self._records = [_Record(group) for group in self._groups]
 
-    def _read_models(self) -> list[Any]:
-        """Note the versions of all weights, and say by device what was read of them along with that."""
-        readings = [group.read_models() for group in self.params.devices]
-        self._model_versions = self._versions_of(readings)
-        return readings
-
-    def _versions_of(self, readings: list[Any]) -> list[int]:
+    def _versions_of(self, weights: Sequence[Rows]) -> list[int]:
         """Of all weights, in the order of the table, as they were read or, where they were not, as they are."""
-        if len(readings) == 1 and readings[0] is not None and not self.params.has_dtensors:
-            counted: list[int] = readings[0].counts
+        if len(weights) == 1 and weights[0].reading is not None and not self.params.has_dtensors:
+            counted: list[int] = weights[0].reading.counts
             return counted
-        return versions(self.params.models)
+        return self.params.versions(self.params.models)
 
-    def _sample(self, group: DeviceParams, samples: Tensor, reading: Any = None) -> None:
+    def _sample(self, group: DeviceParams, samples: Tensor, weights: Rows | None = None) -> None:
         """Digests of a device's weights into ``samples``.
 
         Args:
-            reading: of the weights, if it was just made.
+            weights: if they were just read.
         """
         if group.apart:
-            kernels.multi_tensor_sample(group.rows(reading), samples, cache=group.caches["sample"])
+            kernels.multi_tensor_sample(group.apart_of(weights), samples, cache=group.caches["sample"])
 
     # -- masters that the user wrote ---------------------------------------------------------------------------------
 
@@ -173,7 +169,7 @@ class ModelWrites:
         """Remember which masters the user, or a hook, has written, until they are rounded down."""
         if not self.params.any_apart:
             return
-        now, then = versions(self.params.apart), self._master_versions
+        now, then = self.params.versions(self.params.apart), self._master_versions
         if now != then:
             moved = [position for position, (a, b) in enumerate(zip(now, then, strict=True)) if a != b]
             self._written_masters.update(moved)
@@ -200,11 +196,11 @@ class ModelWrites:
 
     # -- weights that other code wrote ----------------------------------------------------------------------------
 
-    def sync(self, waits: bool = True, weights: tuple[Any, ...] | None = None) -> None:
+    def sync(self, waits: bool = True, weights: tuple[Rows, ...] | None = None) -> None:
         """Follow the policy where weights hold other values than their masters.
 
         Args:
-            weights: by device, what the call has read of them, if no code of the user's has run since.
+            weights: by device, as the call has read them, if no code of the user's has run since.
             waits: False leaves the comparison to the device, where the policy is "refresh"; :meth:`warn_now` says what
                 was taken.
 
@@ -221,17 +217,18 @@ class ModelWrites:
             self.params.find_pieces()
         if self.policy == "ignore" or not self.params.any_apart:
             return
-        readings = [group.read_models() for group in self._groups] if weights is None else list(weights)
-        counted = self._versions_of(readings)
+        if weights is None:
+            weights = tuple(map(DeviceParams.read_models, self._groups))
+        counted = self._versions_of(weights)
         if self.policy == "refresh" and not waits and not self.masters.ties:
             self._take_on_device(counted)
         else:
             written: list[ParamPair] = []
-            for group, record, reading in zip(self._groups, self._records, readings, strict=True):
-                written += self._written(group, record, counted, reading)
+            for group, record, rows in zip(self._groups, self._records, weights, strict=True):
+                written += self._written(group, record, counted, rows)
             if written:
                 self._follow_policy(written)
-                counted = versions(self.params.models)
+                counted = self.params.versions(self.params.models)
         self._model_versions = counted
 
     def _follow_policy(self, written: list[ParamPair]) -> None:
@@ -243,8 +240,8 @@ class ModelWrites:
         self.accept(written)
         self._warn_taken(written)
 
-    def _written(self, group: DeviceParams, record: _Record, counted: list[int], reading: Any) -> list[ParamPair]:
-        self._sample(group, record.now, reading)
+    def _written(self, group: DeviceParams, record: _Record, counted: list[int], weights: Rows) -> list[ParamPair]:
+        self._sample(group, record.now, weights)
         sampled = None if backends.are_equal(record.now, record.then) else (record.now != record.then).tolist()
         if sampled is None and counted == self._model_versions:
             return []
@@ -296,7 +293,7 @@ class ModelWrites:
             self.masters.take_up_on_device(group, masters, record.now, record.then, record.taken)
             self._unwarned = True
         if any(kernels.backend(group.device) == "reference" for group in self._groups):  # which counts its writes
-            self._master_versions = versions(self.params.apart)
+            self._master_versions = self.params.versions(self.params.apart)
 
     def accept(self, pairs: list[ParamPair]) -> None:
         """Masters were brought up to these weights: from here on they count as written by the engine."""

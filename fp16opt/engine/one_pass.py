@@ -7,6 +7,8 @@ the plan again; anything else makes a new one, which checks all state before any
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -157,6 +159,9 @@ class Settings(NamedTuple):
         return kinds <= {int, float, bool, str, type(None)} and not held.get("capturable")
 
 
+_options_of, _deciding_of = operator.attrgetter("options"), operator.attrgetter("deciding")
+
+
 class ParamState(NamedTuple):
     """The state of one parameter as a kernel takes it.
 
@@ -274,7 +279,7 @@ class KernelCall(NamedTuple):
             number: of the step.
         """
         models = weights
-        if len(self.rows) < len(grads):
+        if len(self.rows) < len(self.masters):
             models = self.models or ()
             grads = [None if master is None else grad for grad, master in zip(grads, self.masters, strict=True)]
         is_apart, first = self.models is not None, self.first if self.step.fills_first else False
@@ -315,7 +320,7 @@ class Plan(NamedTuple):
         there: by row, whether it has a gradient; None where all have.
         deciding: of each group.
         owners, entries: the whole state of the optimizer, as keys and values.
-        kept: of each call that has state, the dicts of it, and by name what they hold.
+        kept: of each list of state: the dicts that hold it, its name there, and what they hold.
     """
 
     generation: int
@@ -326,7 +331,7 @@ class Plan(NamedTuple):
     calls: list[KernelCall]
     owners: list[Tensor]
     entries: list[dict[str, Any]]
-    kept: list[tuple[list[dict[str, Any]], dict[str, list[Tensor]]]]
+    kept: list[tuple[list[dict[str, Any]], str, list[Tensor]]]
 
     def has_state(self, state: dict[Tensor, dict[str, Any]]) -> bool:
         """Whether the optimizer's state is made of the very same tensors.
@@ -337,7 +342,7 @@ class Plan(NamedTuple):
             return False
         if not are_items(list(state.values()), self.entries):
             return False
-        return all(hold(entries, name, kept) for entries, columns in self.kept for name, kept in columns.items())
+        return all(itertools.starmap(hold, self.kept))
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
@@ -384,7 +389,9 @@ class OnePassStep:
         self._known_generation = -1
         self._has_served = self._has_warned = False
         self._plans: dict[torch.device, Plan] = {}
-        self._groups: dict[int, Settings | None] = {}
+        self._known: dict[int, Settings | None] = {}
+        self._groups: list[Settings] = []  # of the step that is being taken
+        self.counts_steps = spec.needs_number or masters.needs_number
 
     def forget(self) -> None:
         """Plans hold pieces of weights, and with them their memory."""
@@ -409,29 +416,22 @@ class OnePassStep:
         return f"no compiled kernels serve {plain[0]}" if plain else ""
 
     def _groups_obstacle(self) -> str:
+        """Read all groups, for the step; why a kernel can't step one of them."""
+        self._groups = []
         for number, group in enumerate(self.optimizer.param_groups):
-            if reason := self._read(number, group).obstacle:
-                return reason
+            read = self._read(number, group)
+            if read.obstacle:
+                return read.obstacle
+            self._groups.append(read)
         return ""
 
     def _read(self, number: int, group: dict[str, Any]) -> Settings:
         """What a group's settings mean now. No sync."""
-        known = self._groups.get(number)
+        known = self._known.get(number)
         if known is not None and known.is_of(group):
             return known
         read = Settings.of(self.spec, number, group)
-        self._groups[number] = read if read.stays else None
-        return read
-
-    def _settings(self, number: int, group: dict[str, Any]) -> Settings:
-        """The same of a group that is to be stepped.
-
-        Raises:
-            CannotServe: it can't be: a hook of the optimizer's has changed it.
-        """
-        read = self._read(number, group)
-        if read.obstacle:
-            raise CannotServe(read.obstacle)
+        self._known[number] = read if read.stays else None
         return read
 
     def describe(self) -> str:
@@ -446,7 +446,7 @@ class OnePassStep:
             RuntimeError: there is no other way to step; or a CUDA graph is being captured, and steps are rounded by
                 their number. Nothing has been done.
         """
-        if self.counts_steps():
+        if self.counts_steps:
             self._refuse_capture()
         reason = self._last_reason = self.reason()
         if reason:
@@ -478,13 +478,6 @@ class OnePassStep:
             return bool(self.fallback.skips_on_device(look))
         return all(steps_on_device(each.device) for each in self.params.devices)
 
-    def counts_steps(self) -> bool:
-        """See :class:`.WrappedStep`."""
-        return self.spec.needs_number or self.masters.needs_number
-
-    def _number(self) -> int:
-        return self._step_count() if self.counts_steps() else 0
-
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, step: Step, look: Look, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
@@ -499,9 +492,11 @@ class OnePassStep:
 
     def _step_or_fall_back(self, has_hooks: bool, step: Step, look: Look, found_inf: Tensor | None) -> None:
         """Runs between the optimizer's hooks, which may have changed its groups since :meth:`reason` looked."""
-        if has_hooks:  # code of the user's has run
-            look = self.state.look()
         try:
+            if has_hooks:  # code of the user's has run
+                look = self.state.look()
+                if reason := self._groups_obstacle():
+                    raise CannotServe(reason)
             self._call_kernels(step, look, found_inf)
             self._unserved = ""
         except CannotServe as unserved:
@@ -518,19 +513,18 @@ class OnePassStep:
         Raises:
             CannotServe: a kernel can't take it; nothing was stepped.
         """
-        groups = [self._settings(number, group) for number, group in enumerate(self.optimizer.param_groups)]
-        options = [group.options for group in groups]
+        options = list(map(_options_of, self._groups))
         planned = []
         for place, device in enumerate(self.params.devices):
             grads = self.state.to_step(look, place)
-            weights = None if look.weights is None else look.weights[place]
-            planned.append((device, grads, device.rows(weights), self._plan(device, groups, grads)))
-        number = self._number()
+            models = device.apart_of(None if look.weights is None else look.weights[place])
+            planned.append((device, grads, models, self._plan(device, grads)))
+        number = self._step_count() if self.counts_steps else 0
         step.about_to_write = True
-        for device, grads, weights, plan in planned:
+        for device, grads, models, plan in planned:
             flag = found_inf if found_inf is None or found_inf.device == device.device else found_inf.to(device.device)
             for call in plan.calls:
-                call.run(options, grads.grads, weights, grads.factors, device.cast, flag, number)
+                call.run(options, grads.grads, models, grads.factors, device.cast, flag, number)
         self.masters.ties.clear()
         step.all_written = True
 
@@ -547,22 +541,25 @@ class OnePassStep:
         Raises:
             CannotServe: the kernel can't take it; nothing was stepped.
         """
-        group = self._settings(pair.group, self.optimizer.param_groups[pair.group])
+        group = self._read(pair.group, self.optimizer.param_groups[pair.group])
+        if group.obstacle:
+            raise CannotServe(group.obstacle)
         state = ParamState.find(self.optimizer, self.spec, group.settings, pair)
         call = KernelCall.of([(0, pair, state)], [pair.model], self.masters, cache)._replace(group_of=(0,))
         cast = pair.cast.of_row(pair.row) if pair.is_apart else None
-        call.run([group.options], [grad], [pair.model], factors, cast, found_inf, self._number())
+        number = self._step_count() if self.counts_steps else 0
+        call.run([group.options], [grad], [pair.model], factors, cast, found_inf, number)
         self.masters.ties.pop(id(pair.master), None)
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
-    def _plan(self, device: DeviceParams, groups: list[Settings], grads: GradsToStep) -> Plan:
+    def _plan(self, device: DeviceParams, grads: GradsToStep) -> Plan:
         """The calls of one device: those of the last step, or new ones."""
         if grads.sparse:
             raise CannotServe(f"the gradient of {grads.sparse!r} is sparse")
         values = grads.grads.tensors if isinstance(grads.grads, Rows) else grads.grads
         there = None if all_there(values) else [grad is not None for grad in values]
-        deciding = [group.deciding for group in groups]
+        deciding = list(map(_deciding_of, self._groups))
         plan = self._plans.get(device.device)
         if (
             plan is not None
@@ -575,22 +572,21 @@ class OnePassStep:
         ):
             return plan
         self._plans.pop(device.device, None)
-        calls = self._new_calls(device, groups, there)
+        calls = self._new_calls(device, there)
         state, kept = self.optimizer.state, []
         for call in calls:
             entries = [each.entry for each in call.states if each.entry is not None]
-            if entries:
-                kept.append((entries, {name: [each.tensors[name] for each in call.states] for name in call.state}))
+            kept += [(entries, name, [each.tensors[name] for each in call.states]) for name in call.state if entries]
         known = self.params.generation, device.models, device.masters, there, deciding
         plan = Plan(*known, calls, list(state), list(state.values()), kept)
         if not any(call.first for call in calls):  # else the next step finds other state
             self._plans[device.device] = plan
         return plan
 
-    def _new_calls(self, device: DeviceParams, groups: list[Settings], there: list[bool] | None) -> list[KernelCall]:
+    def _new_calls(self, device: DeviceParams, there: list[bool] | None) -> list[KernelCall]:
         taken: dict[tuple[bool, tuple[str, ...]], list[tuple[int, ParamPair, ParamState]]] = {}
         for row, pair in enumerate(device.pairs):
             if pair.has_master and (there is None or there[row]):
-                state = ParamState.find(self.optimizer, self.spec, groups[pair.group].settings, pair)
+                state = ParamState.find(self.optimizer, self.spec, self._groups[pair.group].settings, pair)
                 taken.setdefault((pair.is_apart, tuple(state.tensors)), []).append((row, pair, state))
         return [KernelCall.of(alike, device.models, self.masters) for alike in taken.values()]

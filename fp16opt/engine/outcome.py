@@ -91,6 +91,7 @@ class Outcome:
         log: what is logged after a skip.
         steps: how many were taken or skipped, but for those that a CUDA graph has replayed.
         all_or_nothing: as it was given.
+        last: whether the last step was skipped: decided, or the device's flag (float32, 0-dim), which the next writes.
         empty: how many steps have found no gradient, since one has.
         clipped: the norm before the last clip and its factor (float32, 0-dim).
         scale: the loss scale that the last step's gradients were made with (float32, 0-dim); None before the first.
@@ -118,19 +119,14 @@ class Outcome:
         self._skipped_on_device: Tensor | None = None
         self._given_up: Tensor | None = None
         self._last_on_device: Tensor | None = None
-        self._last: bool | Tensor = False
+        self.last: bool | Tensor = False
         self._kept: list[Tensor] = []
         self._flags: list[Tensor] | None = None
 
     @property
-    def last(self) -> bool | Tensor:
-        """Whether the last step was skipped: decided, or the device's flag (float32, 0-dim), which the next writes."""
-        return self._last
-
-    @property
     def last_was_skipped(self) -> bool:
         """Syncs where the decision was taken on the device."""
-        return bool(self._last)
+        return bool(self.last)
 
     @property
     def skipped_steps(self) -> int:
@@ -182,7 +178,7 @@ class Outcome:
 
     def nothing(self) -> None:
         """``step`` was called and there was nothing to step. No sync."""
-        self._last, self._flags = False, None
+        self.last, self._flags = False, None
         self.empty.in_a_row += 1
 
     def record(
@@ -212,7 +208,7 @@ class Outcome:
         self.log.taken = taken + (skipped is False)
         if isinstance(skipped, bool):
             self._flags = [one.clone() for one in flags] if skipped else None
-            self._last = skipped
+            self.last = skipped
             step.is_counted = True
             for scaler, norm in check.norms:
                 scaler.see(norm)
@@ -270,7 +266,7 @@ class Outcome:
         self._flags = self._kept = room_for(flags, self._kept)
         if self._skipped_on_device is None or self._last_on_device is None:
             self._last_on_device, self._skipped_on_device = counters(device)
-        self._last = self._last_on_device
+        self.last = self._last_on_device
         return self._last_on_device, self._skipped_on_device
 
     def numbers(self) -> dict[str, float | Tensor]:
@@ -279,7 +275,7 @@ class Outcome:
         if self._skipped_on_device is not None:
             skipped = self._skipped_on_device + skipped
         given_up: float | Tensor = 0.0 if self._given_up is None else self._given_up
-        last = self._last.gt(0) if isinstance(self._last, Tensor) else self._last
+        last = self.last.gt(0) if isinstance(self.last, Tensor) else self.last
         flags = [] if self._flags is None or last is False else self._flags
         count = sum((one.ne(0).sum().to(flags[0].device) for one in flags), start=0 * last)
         steps = self._taken_before + (self._skipped_before if self.all_or_nothing else 0) + self.steps

@@ -21,11 +21,11 @@ from .. import kernels
 from ..kernels import backends
 from ..kernels.lists import is_dense
 from ..kernels.readings import Rows, has_memory
-from ..kernels.tensor_lists import are_items, read
+from ..kernels.tensor_lists import are_items, read, versions_of
 from . import errors
 from .arguments import quoted
 from .diagnostics import describe
-from .dtensors import check_whole, hold, is_sharded, local, pieces, raw_grad
+from .dtensors import check_whole, hold, is_sharded, local, pieces, raw_grad, versions
 
 HALF_DTYPES = kernels.HALF_DTYPES
 OWN_DTYPES = (torch.float32, torch.float64)
@@ -73,21 +73,20 @@ class DeviceParams:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def read_models(self) -> Any:
-        """What :func:`~fp16opt.kernels.tensor_lists.read` reads of the models, with versions. Does not sync."""
-        return read(self.models, self._read, same=True, counts=True)
+    def read_models(self) -> Rows:
+        """The models as they are now, with versions. Does not sync."""
+        return Rows(self.models, read(self.models, self._read, same=True, counts=True))
 
-    def lies_as(self, reading: Any) -> bool:
+    def lies_as(self, weights: Rows) -> bool:
         """Whether no parameter of the model has moved since :meth:`found`, by what was just read of them."""
-        if reading is not None:
-            return bool(reading == self._read)
+        if weights.reading is not None:
+            return bool(weights.reading == self._read)
         return self._addresses == [model.data_ptr() for model in self.models]
 
-    def found(self, reading: Any) -> None:
+    def found(self, weights: Rows) -> None:
         """The parameters lie as was just read of them, and are what they were. A refusal thus comes again."""
-        self._read = reading
-        if reading is None:
-            self._addresses = [model.data_ptr() for model in self.models]
+        self._read = weights.reading
+        self._addresses = [model.data_ptr() for model in self.models] if weights.reading is None else None
 
     def pieces_of(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """This rank's pieces of gradients; one that isn't laid out over ranks as its parameter is stays as it is."""
@@ -96,9 +95,9 @@ class DeviceParams:
             [g if g is None or p is None or getattr(g, "placements", None) != p else local(g) for g, p in pairs]
         )
 
-    def rows(self, reading: Any) -> Sequence[Tensor | None]:
-        """``apart_models``; with what was just read of ``models``, where these are the same."""
-        return Rows(self.models, reading) if len(self.apart) == len(self.models) else self.apart_models
+    def apart_of(self, weights: Rows | None) -> Sequence[Tensor | None]:
+        """``apart_models``, as the models were just read where these are the same."""
+        return self.apart_models if weights is None or len(self.apart) < len(self.models) else weights
 
     def find_pieces(self) -> None:
         """Take models and masters as they are now: FSDP2 makes new pieces where a model is moved or loaded.
@@ -249,14 +248,14 @@ class ParamTable:
 
     def has_changed(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the groups hold other parameters than this table, or in another order."""
-        lists = [group["params"] for group in groups]
-        if list(map(len, lists)) != self.group_sizes:
+        if len(groups) != len(self.group_sizes):
             return True
         position = 0
-        for params in lists:
-            if not are_items(params, self.masters, position):
+        for group, size in zip(groups, self.group_sizes, strict=True):
+            params = group["params"]
+            if len(params) != size or not are_items(params, self.masters, position):
                 return True
-            position += len(params)
+            position += size
         return False
 
     def with_models(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -393,23 +392,27 @@ class ParamTable:
         for device in self.devices:
             device.find_pieces()
 
-    def verify_moved(self) -> tuple[Any, ...]:
+    def verify_moved(self) -> tuple[Rows, ...]:
         """:meth:`verify`, where a parameter lies at another address than before. Does not sync.
 
         Returns:
-            By device, what was read of the model's weights, with versions.
+            By device, the model's weights as they were just read, with versions.
         """
         if self.has_dtensors:
             self.find_pieces()
-        readings = tuple([device.read_models() for device in self.devices])
-        if not all([device.lies_as(one) for device, one in zip(self.devices, readings, strict=True)]):  # noqa: C419
+        weights = tuple(map(DeviceParams.read_models, self.devices))
+        if not all(map(DeviceParams.lies_as, self.devices, weights)):
             self.verify()
             for pair in self.all:
                 pair.follow_memory()
             self.layout += 1
-        for device, one in zip(self.devices, readings, strict=True):
-            device.found(one)
-        return readings
+            for device, rows in zip(self.devices, weights, strict=True):
+                device.found(rows)
+        return weights
+
+    def versions(self, tensors: Sequence[Tensor | None]) -> list[int]:
+        """How often each was written; -1 for None. Of DTensors this rank's pieces count too."""
+        return versions(tensors) if self.has_dtensors else versions_of(tensors)
 
     def verify(self) -> None:
         """Raise ``RuntimeError`` naming the first parameter whose dtype, shape, device or memory is not what it was."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .dtensors import any_sharded, is_sharded, local, pieces, raw_grads, version
 from .params import HALF_DTYPES
 
 Grads = Sequence["Tensor | None"]
+_Stage = TypeVar("_Stage")
 
 # -- the scale ---------------------------------------------------------------------------------------------------------
 
@@ -73,29 +74,6 @@ class BackwardScale(NamedTuple):
         return self.scaler is scaler and self.generation == scaler.generation
 
 
-class UnitScales:
-    """Which scalers are static with a scale of exactly 1: gradients that they made are true ones.
-
-    Example:
-        >>> from fp16opt import StaticLossScaler
-        >>> UnitScales().has(StaticLossScaler(1.0)), UnitScales().has(StaticLossScaler(2.0))
-        (True, False)
-    """
-
-    def __init__(self) -> None:
-        self._known: tuple[LossScaler | None, int, bool] = (None, 0, False)
-
-    def has(self, scaler: LossScaler) -> bool:
-        """Whether ``scaler`` is one. Syncs once for each value of a static scale."""
-        if scaler.dynamic:
-            return False
-        known, generation, is_one = self._known
-        if known is not scaler or generation != scaler.generation:
-            is_one = float(scaler.scale) == 1.0
-            self._known = (scaler, scaler.generation, is_one)
-        return is_one
-
-
 # -- the stamp ---------------------------------------------------------------------------------------------------------
 
 _SAMPLED = 32
@@ -136,7 +114,7 @@ class GradientStamp:
         if len(tensors) != len(self.references):  # of others nothing is known
             return [], []
         is_same = reading is not None and self.reading is not None and reading.has_counts_of(self.reading)
-        held = _pieces(tensors)
+        held = tensors if is_same else _pieces(tensors)
         if is_same and are_references_to(self.references, held):
             return [], []
         counted, known = versions(tensors) if reading is None else reading.counts, self._counts()
@@ -281,7 +259,22 @@ class Check(NamedTuple):
 
 # -- the stages --------------------------------------------------------------------------------------------------------
 
+_ANSWERS = {
+    **dict.fromkeys(("scale", "stamp", "true_stamp", "check", "left_over", "sums")),
+    **dict.fromkeys(("is_closed", "is_sum", "is_to_fold"), False),
+    "losses": (),
+}
 
+
+def answering(stage: type[_Stage]) -> type[_Stage]:
+    """Have a stage answer for what it does not hold: there is none, or it is not so."""
+    for name, answer in _ANSWERS.items():
+        if name not in stage.__dict__:
+            setattr(stage, name, answer)
+    return stage
+
+
+@answering
 class Ready(NamedTuple):
     """Nothing of this step.
 
@@ -298,6 +291,7 @@ class Ready(NamedTuple):
     backwards: int = 0
 
 
+@answering
 class Scaled(NamedTuple):
     """The model's gradients, as backwards left them. Masters have none, or sums to which these are to be added.
 
@@ -308,6 +302,7 @@ class Scaled(NamedTuple):
         sums: the FP32 sums so far; None where there are none.
         may_be_cleared: the user runs the backward, with what stands for sums in place: where that is gone then, the
             sum is given up.
+        is_to_fold: whether the gradients are to be added to FP32 sums.
     """
 
     scale: BackwardScale
@@ -316,8 +311,10 @@ class Scaled(NamedTuple):
     left_over: GradientStamp | None = None
     sums: Unscaled | None = None
     may_be_cleared: bool = False
+    is_to_fold: bool = False
 
 
+@answering
 class Checked(NamedTuple):
     """The model's gradients, with flags and norm known; a step takes them as its own look finds them.
 
@@ -339,6 +336,7 @@ class Checked(NamedTuple):
         return self.factor is not None
 
 
+@answering
 class Unscaled(NamedTuple):
     """Masters hold true gradients, or FP32 sums of them: these are what is stepped.
 
@@ -367,5 +365,6 @@ class Unscaled(NamedTuple):
         return self.unreduced is not None
 
 
+@answering
 class Interrupted(NamedTuple):
     """A backward raised: gradients are incomplete until they are cleared."""

@@ -224,7 +224,10 @@ class WrappedStep:
 
     Attributes:
         rounded_all: whether the last step wrote all masters into the model, also those that the user wrote.
+        counts_steps: whether a step rounds by its number, so that the host must know how many were taken before it.
     """
+
+    counts_steps = False  # the optimizer counts for itself
 
     def __init__(
         self, optimizer: Optimizer, params: ParamTable, masters: Masters, why: str, part: Optimizer, lines: Lines
@@ -249,13 +252,6 @@ class WrappedStep:
         Where torch's own fused steps serve by torch's found_inf protocol.
         """
         return supports_found_inf(self.optimizer, [device.device for device in self.params.devices])
-
-    def counts_steps(self) -> bool:
-        """Whether a step rounds by its number, so that the host must know how many were taken before it.
-
-        False: the optimizer counts for itself.
-        """
-        return False
 
     def describe(self) -> str:
         """For the wrapper's repr: why no kernel steps."""

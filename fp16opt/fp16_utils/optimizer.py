@@ -101,7 +101,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
     @property
     def overflow(self) -> bool:
         """Whether the last gradients that came up to the masters held inf or nan. Reading may sync with the device."""
-        check = self.step_state.check
+        check = self.step_state.stage.check
         return self.step_was_skipped if check is None else bool(check.found_inf)
 
     @property
@@ -205,7 +205,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
     def _were_cleared(self) -> bool:
         """Whether the model has set gradients that were checked to None or to zeros. Syncs where they were written."""
         stage = self.step_state.stage
-        if type(stage) not in (Checked, Unscaled) or self.step_state.is_sum:
+        if type(stage) not in (Checked, Unscaled) or stage.is_sum:
             return False
         grads = raw_grads(self.params.models)
         return any(stage.stamp.compare(grads)) and are_zero(grads)
@@ -216,7 +216,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         Otherwise the scale would never go down. An overflow for which a closure's evaluation lowered the scale already
         is not counted again.
         """
-        check = self.step_state.check
+        check = self.step_state.stage.check
         if check is not None and bool(check.found_inf):
             self._record(check, skipped=True)
             self._after_step(check, skipped=True)
@@ -234,7 +234,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
             The norm before clipping: float32, 0-dim, on the device. -1 after an overflow. No host sync.
         """
         norm = super().clip_master_grads(max_norm, norm_type, error_if_nonfinite, params)
-        check = self.step_state.check
+        check = self.step_state.stage.check
         return norm if check is None else torch.where(check.found_inf > 0, torch.full_like(norm, -1.0), norm)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:

@@ -58,14 +58,14 @@ def backend(device: torch.device | str) -> str:
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors of one dtype and device hold the same bits. Syncs.
+    """Whether two contiguous tensors of one shape, dtype and device hold the same bits. Syncs.
 
     Example:
         >>> are_equal(torch.tensor([1, 2]), torch.tensor([1, 3]))
         False
     """
     if compiled_for(one.device) is native:
-        return native.are_equal(one, other)
+        return bool(native.module.are_equal(one.data_ptr(), other.data_ptr(), one.nbytes))
     return torch.equal(one, other)
 
 
@@ -77,7 +77,7 @@ def is_zero(tensor: Tensor) -> bool:
         True
     """
     if compiled_for(tensor.device) is native:
-        return native.is_zero(tensor)
+        return bool(native.module.is_zero(tensor.data_ptr(), tensor.nbytes))
     return not bool(tensor.any())
 
 

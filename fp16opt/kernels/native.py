@@ -192,18 +192,6 @@ def follow_scale(overflow: bool, scale: Tensor, trackers: Tensor, settings: Tens
     return moved
 
 
-def are_equal(one: Tensor, other: Tensor) -> bool:
-    """:func:`fp16opt.kernels.backends.are_equal`."""
-    if one.numel() != other.numel() or one.dtype != other.dtype:
-        return False
-    return bool(module.are_equal(one.data_ptr(), other.data_ptr(), one.numel() * one.element_size()))
-
-
-def is_zero(tensor: Tensor) -> bool:
-    """:func:`fp16opt.kernels.backends.is_zero`."""
-    return bool(module.is_zero(tensor.data_ptr(), tensor.numel() * tensor.element_size()))
-
-
 def count_writes(call: Call, results: Sequence[Tensor], *, lists: bool = True) -> None:
     """One more version for each tensor that autograd or users see change.
 

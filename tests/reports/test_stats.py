@@ -202,8 +202,8 @@ def test_a_loss_keeps_no_graph_alive() -> None:
     opt.zero_grad()
     made_of = loss(params, [1.0, 1.0, 1.0])
     opt.scale_loss(made_of)
-    assert all(kept.grad_fn is None for kept in opt.step_state.losses)
-    assert opt.step_state.losses[0] == made_of
+    assert all(kept.grad_fn is None for kept in opt.step_state.stage.losses)
+    assert opt.step_state.stage.losses[0] == made_of
 
 
 def test_a_grad_scaler_knows_its_losses(log: pytest.LogCaptureFixture) -> None:

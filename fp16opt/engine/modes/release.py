@@ -26,7 +26,7 @@ from ..look import Look
 from ..model_writes import ModelWrites
 from ..params import ParamPair
 from ..passes import DeviceGradients
-from ..stage import BackwardScale, Check, Interrupted
+from ..stage import BackwardScale, Check, Interrupted, answering
 from ..step import Step
 from ..wrapped_step import run_hooks
 from .sums import SummingState
@@ -85,6 +85,7 @@ class Arrivals:
         self.end_is_queued = False
 
 
+@answering
 class Releasing(NamedTuple):
     """A backward was announced. Parameters are stepped as their gradients come, and ``step`` is yet to count that.
 
@@ -463,6 +464,7 @@ class ReleasedStep:
     """The step, as :class:`~fp16opt.engine.wrapped_step.WrappedStep` is one, where backward has stepped parameters."""
 
     rounded_all = False
+    counts_steps = False  # all are counted, so that their number is known
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -474,10 +476,6 @@ class ReleasedStep:
     def skips_on_device(self, look: Look) -> bool:
         """True: each parameter was skipped by its own flag."""
         return True
-
-    def counts_steps(self) -> bool:
-        """False: all steps are counted, so that their number is known."""
-        return False
 
     def describe(self) -> str:
         """When a kernel steps."""

@@ -41,14 +41,14 @@ class SummingState(StepState):
         if self.sums:
             self._check_can_sum()
         scale = super().begin_backward(look, scaler, may_clear, loss)
-        if self.is_to_fold and not may_clear:
+        if self.stage.is_to_fold and not may_clear:
             unmark(self.params.models)
         return scale
 
     def end_backward(self, stamp: bool) -> None:
         """See :meth:`.StepState.end_backward`. Without a stamp what stands for sums comes back, to be cleared."""
         super().end_backward(stamp)
-        if self.is_to_fold and self.stage.sums is not None and not stamp:
+        if self.stage.is_to_fold and self.stage.sums is not None and not stamp:
             self._mark([grad is None for grad in raw_grads(self.params.models)])
 
     def _check_can_sum(self) -> None:
@@ -62,19 +62,19 @@ class SummingState(StepState):
 
     def _are_cleared(self, grads: Grads) -> bool:
         """Among several ranks, where DDP moves gradients by itself, what is gone says nothing of sums."""
-        if self.is_to_fold and self.stage.sums is not None and _count_of_ranks() > 1:
+        if self.stage.is_to_fold and self.stage.sums is not None and _count_of_ranks() > 1:
             return not (self._any_there(grads) or any_grad(self.params.masters))
         return super()._are_cleared(grads)
 
     def leave_alone(self, gone: list[int], look: Look) -> None:
         """As ever; but of sums among several ranks."""
-        if not self.is_sum or _count_of_ranks() == 1:
+        if not self.stage.is_sum or _count_of_ranks() == 1:
             super().leave_alone(gone, look)
 
     def sum_up(self, look: Look) -> Unscaled:
         """What there is, as sums."""
         stage: Any = self.stage
-        if not self.is_sum:
+        if not self.stage.is_sum:
             self._check_can_sum()
             if any(pair.has_master and pair.master.dtype in HALF_DTYPES for pair in self.params.all):
                 raise RuntimeError(
@@ -89,7 +89,7 @@ class SummingState(StepState):
             check = check._replace(is_agreed=False)
             self.stage = stage._replace(stamp=stamp, check=check, unreduced=frozenset())
         elif type(stage) is not Unscaled:
-            self.stage = Scaled(stage.scale, None, stage.losses)
+            self.stage = Scaled(stage.scale, None, stage.losses, is_to_fold=True)
             self.fold(look)
         summed: Unscaled = self.stage
         return summed
@@ -168,7 +168,7 @@ class SummingState(StepState):
 
     def reset(self, keeps_true: bool = True, zeros: Grads | None = None) -> None:
         """READY: what stands for sums is taken away."""
-        if self.is_sum or self.is_to_fold:
+        if self.stage.is_sum or self.stage.is_to_fold:
             unmark(self.params.models)
         self._marks.clear()
         super().reset(keeps_true, zeros)

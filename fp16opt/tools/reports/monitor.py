@@ -235,7 +235,8 @@ class Monitor:
     def _before(self, opt: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Look at what a step is about to change; gradients that a closure makes are looked at when it returns."""
         wrapper = self._wrapper
-        self._losses = [] if wrapper is None or not self._writes else [one.clone() for one in wrapper.step_state.losses]
+        losses = wrapper.step_state.stage.losses if wrapper is not None and self._writes else ()
+        self._losses = [one.clone() for one in losses]
         if self.steps % self.every or wrapper is None or not self._looks():
             return None
         begun = time.perf_counter()
@@ -347,7 +348,7 @@ class Monitor:
         found[:, _SUMSQ] *= as_it_lies.square()
         as_it_lies[folded] = inverse
         found[:, _LARGEST] *= as_it_lies
-        if are_true and state.scale is not None and not state.is_own:  # a GradScaler divides them where they lie
+        if are_true and state.stage.scale is not None and not state.is_own:  # a GradScaler divides them where they lie
             true = of_gradients(list(map(_piece, raw_grads(wrapper.params.masters))), wrapper.device)
             factor = _told_by_grad_scaler(wrapper).to(true)
             found[:, _SUMSQ], found[:, _LARGEST] = true[:, _SUMSQ] * factor.square(), true[:, _LARGEST] * factor
@@ -476,7 +477,7 @@ def _piece(grad: Tensor | None) -> Tensor | None:
 
 def _inv_scale(wrapper: Wrapper) -> Tensor:
     """float32, 0-dim: what makes the model's gradients true."""
-    scale: BackwardScale | None = wrapper.step_state.scale
+    scale: BackwardScale | None = wrapper.step_state.stage.scale
     return _told_by_grad_scaler(wrapper) if scale is None else scale.inv_scale
 
 
