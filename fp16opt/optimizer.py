@@ -26,6 +26,7 @@ from .engine.arguments import (
 from .engine.attributes import convert_attributes
 from .engine.config import Config, GradAccumulation, MasterWeights, OffloadTo, OnModelWrite, OptimizerState
 from .engine.diagnostics import (
+    HeldLine,
     Lines,
     Overflow,
     describe,
@@ -841,13 +842,19 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return self._step_once(None) if closure is None else self._step_with(closure)
 
     def _step_once(self, closure: EvaluatedClosure | None) -> Any:
-        with self.lines.held():  # a handler is code of the user's, which may write weights
+        outer, held = self.lines.held, list[HeldLine]()
+        self.lines.held = held  # a handler is code of the user's, which may write weights
+        try:
             look = self._look("step", rounds=False)  # the step rounds masters
             return self._run_step(self._take_step, look, closure)
+        finally:
+            self.lines.held = outer
+            if held:
+                self.lines.log(held)
 
     def _run_step(self, take: Callable[..., Any], *given: object) -> Any:
         """One step from its beginning to its end: ``take`` makes it of what is ``given``, and sets its marks."""
-        step = Step(self.outcome.counts)
+        step = Step()
         try:
             self.step_state.step = step
             result = take(step, *given)
@@ -1085,9 +1092,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.outcome.origin = None if numbers is None else state.ranks.origin(numbers)
         if state.stage.scale is not None:
             self.outcome.scale = state.stage.scale.scale
-        flags = [] if skipped is False else self.gradients.flags()
-        step = state.step or Step(self.outcome.counts)
-        self.outcome.record(check, skipped, flags, self.gradients.stats, step)
+        stats = [] if skipped is False else self.gradients.stats
+        self.outcome.record(check, skipped, stats, state.step or Step())
         state.steps += 1
         state.reset()
 

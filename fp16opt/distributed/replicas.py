@@ -19,9 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import kernels
 from ..engine import errors
+from ..engine.dtensors import raw_grads
 from ..engine.gradients import StepState
 from ..engine.params import DeviceParams
 from ..engine.ranks import Digest, Replicas, Sums
+from ..engine.stage import GradientStamp
 from .exchange import gather
 from .settings import refuse_settings
 from .waiting import explain, meet
@@ -145,14 +147,15 @@ class DdpReplicas(Compared):
                 "DistributedDataParallel anew and attach it: torch leaves the old one in it."
             )
         state = self._state()
-        self._as_stamped = self.ddp.gradient_as_bucket_view and state is not None and state.is_as_stamped()
+        self._as_stamped = self.ddp.gradient_as_bucket_view and state is not None and _is_as_stamped(state)
 
     def after_forward(self) -> None:
         """The reduction is prepared: what counts is whether that was under no_sync, not where the backward runs."""
         self.local = not self.ddp.require_backward_grad_sync
         state = self._state()
-        if self._as_stamped and state is not None:
-            state.stamp_again()
+        if self._as_stamped and state is not None and state.stage.stamp is not None:
+            # DDP has moved gradients into its buckets: the stamp is of those that are there now, which are the same.
+            state.stage = state.stage._replace(stamp=GradientStamp.of(state.params.models))
 
     @property
     def needs_decision(self) -> bool:  # type: ignore[override]
@@ -232,6 +235,12 @@ class ScheduledDdp(DdpReplicas):
         """Whether the forward was made under ``no_sync`` says nothing here."""
         super().after_forward()
         self.local = False
+
+
+def _is_as_stamped(state: StepState) -> bool:
+    """Whether the stamps tell of no gradient that was written, replaced or set to None since."""
+    stamped = (state.stage.stamp, state.params.models), (state.stage.true_stamp, state.params.masters)
+    return all(stamp is None or not any(stamp.compare(raw_grads(tensors))) for stamp, tensors in stamped)
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

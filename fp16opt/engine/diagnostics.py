@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -58,6 +57,9 @@ class _Kind:
         self.left_out = 0
 
 
+HeldLine = tuple[logging.Logger, int, str]
+
+
 class Lines:
     """What one optimizer logs, and how often: every line of the engine is said here.
 
@@ -68,6 +70,9 @@ class Lines:
     Args:
         whose: the class of the optimizer; "" for what speaks for several.
         params: whose names tell the optimizer from others of its class.
+
+    Attributes:
+        held: where lines go that are due while a step is under way, for :meth:`log` at its end; None: they are logged.
 
     Example:
         >>> [Lines("SGD").say(logging.DEBUG - 1, "step %d skipped", step) for step in range(2)]
@@ -82,7 +87,7 @@ class Lines:
         self._whose = whose
         self._params = params
         self._once: set[str] = set()
-        self._held: list[tuple[logging.Logger, int, str]] | None = None
+        self.held: list[HeldLine] | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -94,11 +99,11 @@ class Lines:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another optimizer's: it has a number of its own, and may say again what this one has said."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_kinds", "_number", "_held")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_kinds", "_number", "held")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._held = None
+        self.held = None
         self._begin()
 
     def say(
@@ -142,25 +147,17 @@ class Lines:
         kind.times.append(now)
         kind.left_out = 0
         line = to, level, f"{whole()}{more}{self._signature()}"
-        if self._held is None:
-            to.log(*line[1:])
+        if self.held is None:
+            self.log([line])
         else:
-            self._held.append(line)
+            self.held.append(line)
         return True
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Within, lines wait: they are logged at its end, in their order, as a handler is code of the user's."""
-        if self._held is not None:
-            yield
-            return
-        self._held = []
-        try:
-            yield
-        finally:
-            held, self._held = self._held, None
-            for to, level, text in held:
-                to.log(level, text)
+    @staticmethod
+    def log(lines: Iterable[HeldLine]) -> None:
+        """Log lines that were due, in their order. Handlers are code of the user's."""
+        for to, level, text in lines:
+            to.log(level, text)
 
     def of_others(self, models: Iterable[Tensor]) -> str:
         """Which other living optimizers have one of these parameters of the model too; "" where none does."""

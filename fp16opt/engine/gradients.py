@@ -34,6 +34,7 @@ from .stage import (
     Scaled,
     ScaledBy,
     Unscaled,
+    refusal_of_writes,
 )
 from .step import Step
 
@@ -132,13 +133,12 @@ class StepState(abc.ABC):
             return self.look(look.weights)
         if gone:
             self.leave_alone(gone, look)
-        if written and (stage.is_sum or not all(stage.stamp.is_of(i, grads[i]) for i in written)):
-            # Zeros that DDP still reduces stand in the place of what was folded.
-            if not (stage.is_sum and are_zero([grads[i] for i in written])):
-                self._refuse_writes(written, grads)
-        elif written:
-            if not are_zero(grads):
-                self._refuse_writes(written, grads)
+        # Zeros that DDP still reduces stand in the place of what was folded.
+        if written and not (stage.is_sum and are_zero([grads[i] for i in written])):
+            if stage.is_sum or not (stage.stamp.are_of(written, grads) and are_zero(grads)):
+                moved = [grads[i] for i in written]
+                has_moved = not self.replicas.are_told and any(grad is not None and grad._is_view() for grad in moved)
+                raise refusal_of_writes(stage, describe([self.params.names[i] for i in written]), has_moved)
             self.reset(keeps_true=False, zeros=grads)
             return look
         if type(stage) is Unscaled:
@@ -150,14 +150,11 @@ class StepState(abc.ABC):
 
     def _are_cleared(self, grads: Grads) -> bool:
         """Whether all gradients were set to None since."""
-        if self._any_there(grads):
-            return False
         stage = self.stage
-        if type(stage) is Checked:
-            return bool(stage.check.has_grads)  # else there were none: other ranks had some
-        if type(stage) is Unscaled and (stage.stamp.is_empty or not stage.check.has_grads):
-            return stage.check.has_grads and not any_raw_grad(self.params.masters)  # the user has set them there
-        return True
+        if self._any_there(grads) or (stage.check is not None and not stage.check.has_grads):
+            return False  # in the second case there were none: other ranks had some
+        is_set = type(stage) is Unscaled and stage.stamp.is_empty  # the user has, on masters
+        return not (is_set and any_raw_grad(self.params.masters))
 
     def _check_left_over(self, stage: Any, grads: Grads) -> None:
         """Raise where a loss was scaled over gradients of an earlier step, and one of them is still there."""
@@ -178,22 +175,6 @@ class StepState(abc.ABC):
             true_stamp = stage.true_stamp.without(gone)  # which is no edit
             stage = stage._replace(true_stamp=true_stamp, check=self._found_anew(stage), is_measured=True)
         self.stage = stage
-
-    def _refuse_writes(self, written: list[int], grads: Grads) -> None:
-        stage = self.stage
-        names = describe([self.params.names[i] for i in written])
-        if stage.is_sum:
-            raise errors.WRITTEN_AFTER_THE_FOLD(names=names)
-        if stage.scale.by.is_grad_scaler:
-            raise errors.CLIPPED_THE_MODEL(names=names)
-        moved = [grads[i] for i in written]
-        has_moved = not self.replicas.are_told and any(grad is not None and grad._is_view() for grad in moved)
-        refusal = errors.WRITTEN_AFTER_BACKWARD if type(stage) is Scaled else errors.WRITTEN_AFTER_THE_CHECK
-        raise refusal(
-            names=names,
-            clip="" if self.is_own else errors.CLIP_UNDER_A_GRAD_SCALER,
-            moved=errors.DDP_MOVES_GRADIENTS if has_moved else "",
-        )
 
     def _notice_edits(self, stage: Unscaled) -> None:
         """Master gradients that were edited count: they are checked anew, like those that a GradScaler divides."""
@@ -247,7 +228,7 @@ class StepState(abc.ABC):
         losses = self.stage.losses
         if scale is None or scale.by is not ScaledBy.ENGINE or not scale.is_current(scaler):
             scale = BackwardScale.of(scaler)
-        if sums is None and (type(stage) is Unscaled or (type(stage) is Ready and stage.holds_true)):
+        if sums is None and stage.holds_true:
             self.gradients.forget_true()
         if loss is not None:
             losses = (*losses, loss)
@@ -259,7 +240,7 @@ class StepState(abc.ABC):
 
     def _left_over(self, stage: Ready, look: Look, scaler: LossScaler, may_clear: bool) -> GradientStamp | None:
         """Rule 5: gradients that are there when the first backward of a step begins; None where they may stay."""
-        if self.is_one(scaler) or self.has_zeros(look.grads):
+        if self.is_one(scaler) or stage.has_zeros(look.grads):
             return None
         left = self.gradients.not_zero(look.grads.tensors, self.ranks)
         if not left:
@@ -349,16 +330,9 @@ class StepState(abc.ABC):
         self.stage = Scaled(scale, is_to_fold=self.sums)
         return True
 
-    def has_zeros(self, grads: Grads) -> bool:
-        """In READY: whether gradients are zeros of ``zero_grad(set_to_none=False)``, untouched since."""
-        return self.stage.are_zeros and not self.stage.stamp.compare(grads)[0]
-
     def has_new(self) -> bool:
         """In READY: whether the model has gradients that no step has used, and that are no zeros of ``zero_grad``."""
-        if type(self.stage) is not Ready:
-            return False
-        grads = raw_grads(self.params.models)
-        return any_there(grads) if self.stage.stamp is None else bool(self.stage.stamp.compare(grads)[0])
+        return type(self.stage) is Ready and self.stage.has_new(raw_grads(self.params.models))
 
     def tell(self, look: Look, inv_scale: Tensor, by: ScaledBy) -> None:
         """A GradScaler tells its scale: gradients that it has not unscaled are to be multiplied by ``inv_scale``.
@@ -416,7 +390,7 @@ class StepState(abc.ABC):
             self._check(Scaled(BackwardScale.of(self.own_scaler())), look, write, has_grads=False)
         if norm_type is not None and not self.stage.is_measured:  # after a clip
             self.unscale(look)
-        if self.stage.is_sum and self.stage.unreduced:
+        if self.stage.unreduced:
             self.reduce()
         if not self.ranks.alone:
             return self._agree(norm_type, of, max_norm)
@@ -489,7 +463,8 @@ class StepState(abc.ABC):
         self._check_reduced()
         if self.stage.is_sum:
             self.stage = self.stage._replace(is_asked=True)
-        if type(self.stage) is Ready or self.stage.is_sum:
+            return
+        if type(self.stage) is Ready:
             return
         if self._are_cleared(look.grads.tensors):
             self.reset(keeps_true=False)
@@ -522,35 +497,16 @@ class StepState(abc.ABC):
                 self.stage.is_measured,
                 lambda param: (of is None or id(param) in of) and counted(param),
             )
-        mine = [one for _, one in check.found]
         asked = Asked(norm_type, max_norm, check.turn, self.steps, check.has_grads)
-        found, norm, has_grads, origin = self.ranks.agree(mine, asked, power, self.stage.losses)
-        every = tuple((scaler, one) for (scaler, _), one in zip(check.found, found, strict=True))
-        norms = check.norms
-        if norms and not check.is_agreed:
-            largest = self.ranks.largest(torch.stack([one for _, one in norms])).unbind()
-            norms = tuple((scaler, one) for (scaler, _), one in zip(norms, largest, strict=True))
-        check = check._replace(found=every, is_agreed=True, turn=check.turn + 1, norms=norms, origin=origin)
+        agreed = self.ranks.agree([one for _, one in check.found], asked, power, self.stage.losses)
+        check = check.over(self.ranks, agreed)
         self.stage = self.stage._replace(check=check)
-        if not (check.has_grads or bool(has_grads)):
+        if not (check.has_grads or bool(agreed.has_grads)):
             self.reset(keeps_true=False)
             return None
-        return check._replace(norm=norm)
+        return check._replace(norm=agreed.norm)
 
     # -- what DDP and the faces ask ----------------------------------------------------------------------------------
-
-    def is_as_stamped(self) -> bool:
-        """Whether the stamps tell of no gradient that was written, replaced or set to None since."""
-        stamped = (
-            (self.stage.stamp, self.params.models),
-            (self.stage.true_stamp, self.params.masters),
-        )
-        return all(stamp is None or not any(stamp.compare(raw_grads(tensors))) for stamp, tensors in stamped)
-
-    def stamp_again(self) -> None:
-        """DDP has moved gradients into its buckets: the stamp is of those that are there now, which are the same."""
-        if self.stage.stamp is not None:
-            self.stage = self.stage._replace(stamp=GradientStamp.of(self.params.models))
 
     def blame(self, scaler: LossScaler, found: Tensor) -> None:
         """Count ``found`` (float32, 0-dim) into what ``scaler``'s backwards gave: it was found in another optimizer."""
@@ -689,10 +645,7 @@ class StepState(abc.ABC):
         None where none has, the model has cleared them, a GradScaler decides, or not all ranks have heard of it.
         """
         stage = self.stage
-        is_checked = type(stage) is Checked or (
-            type(stage) is Unscaled and (stage.is_closed or stage.is_asked or not stage.is_sum)
-        )
-        if not is_checked or stage.scale.by.is_grad_scaler:
+        if not stage.is_checked or stage.scale.by.is_grad_scaler:
             return None
         grads = raw_grads(self.params.models)
         if self._are_cleared(grads) or (stage.stamp.compare(grads)[0] and are_zero(grads)):

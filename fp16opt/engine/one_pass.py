@@ -273,7 +273,7 @@ class KernelCall(NamedTuple):
         Args:
             options: the kernel's, by group.
             grads: by row.
-            weights: the models, as they were read; by row.
+            weights: the models, by row, as they were read.
             cast: what a kernel says of the weights that it has rounded.
             found_inf: float32, 0-dim: where it is 1.0 nothing is written. None: decided already.
             number: of the step.
@@ -517,7 +517,7 @@ class OnePassStep:
         planned = []
         for place, device in enumerate(self.params.devices):
             grads = self.state.to_step(look, place)
-            models = device.apart_of(None if look.weights is None else look.weights[place])
+            models = device.models if look.weights is None else look.weights[place]
             planned.append((device, grads, models, self._plan(device, grads)))
         number = self._step_count() if self.counts_steps else 0
         step.about_to_write = True

@@ -156,11 +156,6 @@ class Outcome:
         self._taken_before = count - (self.steps - self.all_or_nothing * self._skipped_since())
         self.log.taken = count
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Steps in all, those that the host has skipped, those taken: what :meth:`record` counts a step from."""
-        return self.steps, self._skipped_here, self.log.taken
-
     def number(self) -> int:
         """Of the step that is being taken, or comes next, from 1."""
         return max(0, self._taken_before + self.steps - self.all_or_nothing * self._skipped_since()) + 1
@@ -185,25 +180,25 @@ class Outcome:
         self,
         check: Check,
         skipped: bool | Tensor,
-        flags: list[Tensor],
         stats: Sequence[kernels.GradStats],
         step: Step,
-    ) -> bool | Tensor:
+    ) -> None:
         """Note what became of a step, and have the scalers follow; nothing has been cleared yet.
 
         An exception may stop it, and it is called again then, but where the step says that it is counted.
 
         Args:
             skipped: Decided, or the device's flag (float32, 0-dim), which may lie in memory that is soon cleared.
-            flags: By device, int32 bits for each row, in memory that is soon overwritten; none where nothing skipped.
-            stats: Of the passes, by device: they may be cleared on the way.
+            stats: Of the passes, by device, in memory that is soon overwritten; none where nothing was skipped.
             step: This one. Its mark is set before anything that can't be done twice.
 
-        Returns:
-            ``skipped``, in memory that keeps its value until the next step. No host sync.
+        No host sync.
         """
         self.empty.in_a_row = 0
+        if step.counts is None:
+            step.counts = self.steps, self._skipped_here, self.log.taken
         steps, skipped_here, taken = step.counts
+        flags = [one.nonfinite for one in stats]
         self.steps, self._skipped_here = steps + 1, skipped_here + (skipped is True)
         self.log.taken = taken + (skipped is False)
         if isinstance(skipped, bool):
@@ -214,19 +209,18 @@ class Outcome:
                 scaler.see(norm)
             for scaler, found in check.found:
                 update_scale(scaler, found)
-            return skipped
+            return
         last, counted = self._memory(flags, skipped.device)
         step.is_counted = True
         for scaler, norm in check.norms:
             scaler.see(norm)
-        devices = [one.nonfinite.device for one in stats]
+        devices = [one.device for one in flags]
         if not (devices and skipped.device == devices[0] and all(map(backends.are_compiled, devices))):
             note(skipped, flags, self._kept, last, counted)
             for scaler, found in check.found:
                 update_scale(scaler, found)
-            return last
-        self._record_on_device(check, skipped, flags, stats, (last, counted))
-        return last
+        else:
+            self._record_on_device(check, skipped, flags, stats, (last, counted))
 
     def _record_on_device(
         self,

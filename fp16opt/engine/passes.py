@@ -139,7 +139,7 @@ class DeviceGradients:
         self._has_doubles = torch.float64 in self._dtypes
         self._has_halves = any(dtype in HALF_DTYPES for dtype in self._true_dtypes)
         self._like = [masters.operand(pair) for pair in self.pairs]  # of which gradients have shape and strides
-        self._rooms: list[Tensor | None] = [None] * len(self.pairs)  # for true gradients
+        self._rooms: dict[int, Tensor] = {}  # for true gradients, by row
         self._all_rooms: tuple[Tensor, ...] | None = None  # the same, where there is one for each row
 
     # -- what kernels take -------------------------------------------------------------------------------------------
@@ -158,15 +158,15 @@ class DeviceGradients:
 
     def room(self, row: int) -> Tensor:
         """The memory for the true gradient of a master, in its dtype, laid out as that is."""
-        room = self._rooms[row]
+        room = self._rooms.get(row)
         if room is None:
             made = torch.empty_like(local(self._like[row]), dtype=self._true_dtypes[row], requires_grad=False)
             room = self._rooms[row] = as_piece_of(made, self.pairs[row].model)
         return room
 
-    def memory(self) -> list[Tensor | None]:
+    def memory(self) -> list[Tensor]:
         """What is kept of gradients beside ``.grad``."""
-        return self._rooms
+        return list(self._rooms.values())
 
     def lay_out(self, grads: Grads, sums: Grads | None = None) -> Laid:
         """Gradients of any kind.
@@ -336,8 +336,8 @@ class DeviceGradients:
         Args:
             frees: give the memory of true gradients back.
         """
-        if frees:
-            self._rooms, self._all_rooms = [None] * len(self._rooms), None
+        if frees and self._rooms:
+            self._rooms, self._all_rooms = {}, None
             self.device.caches["unscale"].forget()  # which holds the list of rooms
         self.stats.reset()
 
@@ -468,10 +468,6 @@ class Gradients:
         if len(found) == 1:
             return found[0]
         return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float32, device=device)
-
-    def flags(self) -> list[Tensor]:
-        """By device: int32 bits ``kernels.INF | kernels.NAN`` of each row, which the next pass overwrites. No sync."""
-        return [each.stats.nonfinite for each in self.each]
 
     def norm(self, norm_type: float, device: torch.device, is_measured: bool, of: set[int] | None = None) -> Tensor:
         """float64, 0-dim, on ``device``: the norm over all gradients. No host sync.

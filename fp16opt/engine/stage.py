@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,8 +19,10 @@ from ..kernels import backends
 from ..kernels.readings import Rows
 from ..kernels.tensor_lists import any_there, are_references_to, references_to, types_of
 from ..scaling import LossScaler
+from . import errors
 from .dtensors import any_sharded, is_sharded, local, pieces, raw_grads, versions
 from .params import HALF_DTYPES
+from .ranks import Agreed, Ranks
 
 Grads = Sequence["Tensor | None"]
 _Stage = TypeVar("_Stage")
@@ -134,6 +136,10 @@ class GradientStamp:
         """Whether this is the tensor that was there, in whatever version."""
         return grad is not None and are_references_to([self.references[position]], _pieces([grad]))
 
+    def are_of(self, positions: Iterable[int], grads: Grads) -> bool:
+        """Whether those at these positions are the tensors that were there."""
+        return all(self.is_of(position, grads[position]) for position in positions)
+
     def without(self, positions: Iterable[int]) -> GradientStamp:
         """The same, but that there was no gradient at these positions."""
         gone = set(positions)
@@ -243,6 +249,19 @@ class Check(NamedTuple):
         each = [(known, torch.maximum(flag, one) if known is scaler else flag) for known, flag in self.found]
         return self._replace(found=tuple(each))
 
+    def over(self, ranks: Ranks, agreed: Agreed) -> Check:
+        """As all ranks have found. The first time they tell the largest of their norms, in a message of its own."""
+        norms = [one for _, one in self.norms]
+        if norms and not self.is_agreed:
+            norms = list(ranks.largest(torch.stack(norms)).unbind())
+        return self._replace(
+            found=tuple((scaler, one) for (scaler, _), one in zip(self.found, agreed.found, strict=True)),
+            norms=tuple((scaler, one) for (scaler, _), one in zip(self.norms, norms, strict=True)),
+            is_agreed=True,
+            turn=self.turn + 1,
+            origin=agreed.origin,
+        )
+
     def found_anew(self, found: Tensor, last: LossScaler) -> Check:
         """What a further pass has found: for scalers that had found something; else for the ``last`` one.
 
@@ -260,21 +279,25 @@ class Check(NamedTuple):
 # -- the stages --------------------------------------------------------------------------------------------------------
 
 _ANSWERS = {
-    **dict.fromkeys(("scale", "stamp", "true_stamp", "check", "left_over", "sums")),
-    **dict.fromkeys(("is_closed", "is_sum", "is_to_fold"), False),
+    **dict.fromkeys(("scale", "stamp", "true_stamp", "check", "left_over", "sums", "unreduced")),
+    **dict.fromkeys(("holds_true", "is_checked", "is_closed", "is_sum", "is_to_fold"), False),
     "losses": (),
 }
 
 
-def answering(stage: type[_Stage]) -> type[_Stage]:
-    """Have a stage answer for what it does not hold: there is none, or it is not so."""
-    for name, answer in _ANSWERS.items():
-        if name not in stage.__dict__:
-            setattr(stage, name, answer)
-    return stage
+def answering(**known: object) -> Callable[[type[_Stage]], type[_Stage]]:
+    """Have a stage answer for what it does not hold: as is ``known`` of it; else there is none, or it is not so."""
+
+    def answer(stage: type[_Stage]) -> type[_Stage]:
+        for name, given in {**_ANSWERS, **known}.items():
+            if name not in stage.__dict__:
+                setattr(stage, name, given)
+        return stage
+
+    return answer
 
 
-@answering
+@answering()
 class Ready(NamedTuple):
     """Nothing of this step.
 
@@ -290,8 +313,16 @@ class Ready(NamedTuple):
     holds_true: bool = True
     backwards: int = 0
 
+    def has_zeros(self, grads: Grads) -> bool:
+        """Whether gradients are zeros of ``zero_grad(set_to_none=False)``, untouched since."""
+        return self.stamp is not None and self.are_zeros and not self.stamp.compare(grads)[0]
 
-@answering
+    def has_new(self, grads: Grads) -> bool:
+        """Whether there are gradients that no step has used, and that are no zeros of ``zero_grad``."""
+        return any_there(grads) if self.stamp is None else bool(self.stamp.compare(grads)[0])
+
+
+@answering()
 class Scaled(NamedTuple):
     """The model's gradients, as backwards left them. Masters have none, or sums to which these are to be added.
 
@@ -314,7 +345,7 @@ class Scaled(NamedTuple):
     is_to_fold: bool = False
 
 
-@answering
+@answering(is_checked=True)
 class Checked(NamedTuple):
     """The model's gradients, with flags and norm known; a step takes them as its own look finds them.
 
@@ -336,7 +367,7 @@ class Checked(NamedTuple):
         return self.factor is not None
 
 
-@answering
+@answering(holds_true=True)
 class Unscaled(NamedTuple):
     """Masters hold true gradients, or FP32 sums of them: these are what is stepped.
 
@@ -364,7 +395,31 @@ class Unscaled(NamedTuple):
         """Whether masters hold sums, to which the next backward is added."""
         return self.unreduced is not None
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether a call of the user's has told, or could have, whether the gradients are finite."""
+        return self.is_closed or self.is_asked or not self.is_sum
 
-@answering
+
+@answering()
 class Interrupted(NamedTuple):
     """A backward raised: gradients are incomplete until they are cleared."""
+
+
+def refusal_of_writes(stage: Any, names: str, has_moved: bool) -> Exception:
+    """Why gradients of a stage may not be written.
+
+    Args:
+        names: whose were.
+        has_moved: whether DDP may have moved them into its buckets.
+    """
+    if stage.is_sum:
+        return errors.WRITTEN_AFTER_THE_FOLD(names=names)
+    if stage.scale.by.is_grad_scaler:
+        return errors.CLIPPED_THE_MODEL(names=names)
+    refusal = errors.WRITTEN_AFTER_BACKWARD if type(stage) is Scaled else errors.WRITTEN_AFTER_THE_CHECK
+    return refusal(
+        names=names,
+        clip="" if stage.scale.by is ScaledBy.ENGINE else errors.CLIP_UNDER_A_GRAD_SCALER,
+        moved=errors.DDP_MOVES_GRADIENTS if has_moved else "",
+    )

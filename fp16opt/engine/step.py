@@ -20,10 +20,8 @@ def _nothing() -> None:
 class Step:
     """A step that is under way, or that an exception has stopped: then the next call finishes it.
 
-    Args:
-        counts: of :class:`.outcome.Outcome`, at its beginning.
-
     Attributes:
+        counts: of :class:`.outcome.Outcome`, before it has counted this step; None until it does.
         runs: False from the moment that an exception has come out of it.
         about_to_write: Masters, the model or the state may have been written since.
         all_written: Nothing is left to write; what follows only rounds masters down and counts.
@@ -34,8 +32,8 @@ class Step:
         undo: Puts back what was changed for the step's duration. It may run twice.
     """
 
-    def __init__(self, counts: tuple[int, int, int] = (0, 0, 0)) -> None:
-        self.counts = counts
+    def __init__(self) -> None:
+        self.counts: tuple[int, int, int] | None = None
         self.runs = True
         self.about_to_write = self.all_written = self.is_counted = False
         self.check: Check | None = None

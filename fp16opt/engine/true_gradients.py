@@ -52,7 +52,9 @@ class TrueGradients:
     def _make_readable(self, state: StepState) -> None:
         """Make true gradients, of those that are there for the coming step."""
         look = state.look()
-        is_new = type(state.stage) is not Ready or (state.is_one() and (state.has_new() or state.has_zeros(look.grads)))
+        is_new = type(state.stage) is not Ready or (
+            state.is_one() and (state.has_new() or state.stage.has_zeros(look.grads))
+        )
         if is_new and not state.waits_for_reduction():
             state.bring_up(look, write=True)
 
@@ -86,7 +88,7 @@ class TrueGradients:
             if not state.is_one():
                 raise errors.MASTER_GRADIENT_SET(scale=float(scaler.scale))
             look = state.look()
-            is_new = state.has_new() or state.has_zeros(look.grads)
+            is_new = state.has_new() or state.stage.has_zeros(look.grads)
             if not is_new or not state.take_external(look):
                 self._take_none(state, scaler)
                 return

@@ -85,7 +85,7 @@ class Arrivals:
         self.end_is_queued = False
 
 
-@answering
+@answering()
 class Releasing(NamedTuple):
     """A backward was announced. Parameters are stepped as their gradients come, and ``step`` is yet to count that.
 
