@@ -384,7 +384,6 @@ class OnePassStep:
         self.run = run
         self.lines = Lines() if lines is None else lines
         self.rounded_all = False
-        self._step_count = step_count
         self._lasting_reason = self._last_reason = self._unserved = ""
         self._known_generation = -1
         self._has_served = self._has_warned = False
@@ -392,6 +391,7 @@ class OnePassStep:
         self._known: dict[int, Settings | None] = {}
         self._groups: list[Settings] = []  # of the step that is being taken
         self.counts_steps = spec.needs_number or masters.needs_number
+        self._number = step_count if self.counts_steps else int  # else 0, so that no step waits for a count
 
     def forget(self) -> None:
         """Plans hold pieces of weights, and with them their memory."""
@@ -519,7 +519,7 @@ class OnePassStep:
             grads = self.state.to_step(look, place)
             models = device.models if look.weights is None else look.weights[place]
             planned.append((device, grads, models, self._plan(device, grads)))
-        number = self._step_count() if self.counts_steps else 0
+        number = self._number()
         step.about_to_write = True
         for device, grads, models, plan in planned:
             flag = found_inf if found_inf is None or found_inf.device == device.device else found_inf.to(device.device)
@@ -547,8 +547,7 @@ class OnePassStep:
         state = ParamState.find(self.optimizer, self.spec, group.settings, pair)
         call = KernelCall.of([(0, pair, state)], [pair.model], self.masters, cache)._replace(group_of=(0,))
         cast = pair.cast.of_row(pair.row) if pair.is_apart else None
-        number = self._step_count() if self.counts_steps else 0
-        call.run([group.options], [grad], [pair.model], factors, cast, found_inf, number)
+        call.run([group.options], [grad], [pair.model], factors, cast, found_inf, self._number())
         self.masters.ties.pop(id(pair.master), None)
 
     # -- plans -------------------------------------------------------------------------------------------------------
