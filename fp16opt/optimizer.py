@@ -802,7 +802,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.outcome.give_up(check)
         elif bool(check.found_inf):
             self._record(check, skipped=True)
-            self._log_step(check, True, raises=False)
+            self.outcome.tell(True, self.scaler, check, self.params, raises=False)
 
     @between_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -1101,14 +1101,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Tell other ranks, and the log, of a step that is over."""
         if not self.step_state.replicas.alone:
             self.step_state.replicas.after_step(skipped, self._digest)
-        self._log_step(check, skipped)
-
-    def _log_step(self, check: Check, skipped: bool | Tensor, raises: bool = True) -> None:
-        before, losses = self.outcome.before, self.outcome.losses
-        self.outcome.before, self.outcome.losses = None, ()
-        if before is not None:
-            under = "found_inf" in self.__dict__
-            self.outcome.tell(skipped, self.scaler, before, losses, check, self.params, under, raises)
+        if self.outcome.before is not None:
+            self.outcome.tell(skipped, self.scaler, check, self.params, "found_inf" in self.__dict__)
 
     # -- state to read -----------------------------------------------------------------------------------------------
 

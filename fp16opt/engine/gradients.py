@@ -405,8 +405,8 @@ class StepState(abc.ABC):
         if type(self.stage) is Ready:
             if not self.take_external(look):
                 return False
-        else:
-            self._check_reduced()
+        elif self.waits_for_reduction():
+            raise errors.NO_SYNC()
         if type(self.stage) is Scaled:
             self._check(self.stage, look, write)
         if write:
@@ -460,7 +460,8 @@ class StepState(abc.ABC):
             self.see(look)
         if type(self.stage) in (Checked, Unscaled) and self.stage.scale.by.is_grad_scaler:
             raise errors.UPDATED_AFTER_UNSCALE()
-        self._check_reduced()
+        if self.waits_for_reduction():
+            raise errors.NO_SYNC()
         if self.stage.is_sum:
             self.stage = self.stage._replace(is_asked=True)
             return
@@ -472,10 +473,6 @@ class StepState(abc.ABC):
         if self.stage.left_over is not None:
             self._check_left_over(self.stage, look.grads.tensors)
         self._check(Scaled(self.stage.scale, None, self.stage.losses), look, write=True)
-
-    def _check_reduced(self) -> None:
-        if self.waits_for_reduction():
-            raise errors.NO_SYNC()
 
     def _end_empty(self) -> None:
         """READY where gradients are about to come and this rank had none: other ranks have begun anew too."""

@@ -7,7 +7,6 @@ the plan again; anything else makes a new one, which checks all state before any
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -319,7 +318,7 @@ class Plan(NamedTuple):
         models, masters: of all rows of the device: FSDP2 makes new pieces where a model is moved.
         there: by row, whether it has a gradient; None where all have.
         deciding: of each group.
-        owners, entries: the whole state of the optimizer, as keys and values.
+        state: the whole state of the optimizer: its keys, then its values.
         kept: of each list of state: the dicts that hold it, its name there, and what they hold.
     """
 
@@ -329,8 +328,7 @@ class Plan(NamedTuple):
     there: list[bool] | None
     deciding: list[tuple[Any, ...]]
     calls: list[KernelCall]
-    owners: list[Tensor]
-    entries: list[dict[str, Any]]
+    state: list[Tensor | dict[str, Any]]
     kept: list[tuple[list[dict[str, Any]], str, list[Tensor]]]
 
     def has_state(self, state: dict[Tensor, dict[str, Any]]) -> bool:
@@ -338,11 +336,8 @@ class Plan(NamedTuple):
 
         Keys are compared in their order: to look one up calls a function of Python, the hash of a tensor.
         """
-        if len(state) != len(self.owners) or not are_items(list(state), self.owners):
-            return False
-        if not are_items(list(state.values()), self.entries):
-            return False
-        return all(itertools.starmap(hold, self.kept))
+        now = [*state, *state.values()]
+        return len(now) == len(self.state) and are_items(now, self.state) and hold(self.kept)
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
@@ -577,7 +572,7 @@ class OnePassStep:
             entries = [each.entry for each in call.states if each.entry is not None]
             kept += [(entries, name, [each.tensors[name] for each in call.states]) for name in call.state if entries]
         known = self.params.generation, device.models, device.masters, there, deciding
-        plan = Plan(*known, calls, list(state), list(state.values()), kept)
+        plan = Plan(*known, calls, [*state, *state.values()], kept)
         if not any(call.first for call in calls):  # else the next step finds other state
             self._plans[device.device] = plan
         return plan

@@ -295,24 +295,22 @@ class Outcome:
         self,
         skipped: bool | Tensor,
         scaler: LossScaler,
-        old_scale: float,
-        losses: Sequence[Tensor],
         check: Check,
         params: ParamTable,
         under_grad_scaler: bool = False,
         raises: bool = True,
     ) -> None:
-        """Log a step that was decided on the host.
+        """Log a step that was decided on the host, where :attr:`before` tells the scale that it was made with.
 
         Args:
-            old_scale: That the step was made with.
-            losses: Of the step's backwards, unscaled, where they are known.
             under_grad_scaler: Whether a GradScaler has handed over its scale, and follows itself.
             raises: Whether a limit on skips in a row is looked at.
 
         Raises:
             LossScaleError: a scaler's limit of non-finite steps in a row is reached.
         """
+        old_scale, losses = self.before or 0.0, self.losses
+        self.before, self.losses = None, ()
         if skipped is True:
             report = self.report(params)
             if under_grad_scaler:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -155,6 +156,9 @@ def _check_values(operation: Operation, values: StepValues, plan: Plan) -> None:
     plan.grouped = group_of, len(values.options)
 
 
+_is_none = functools.partial(operator.is_, None)
+
+
 def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, cache: CallCache | None) -> None:
     """Check a step, decide it where the host has to, and do it.
 
@@ -168,7 +172,7 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
         TypeError, ValueError, RuntimeError: as :func:`multi_tensor_step`.
     """
     operation, stats, factors = step.operation, values.stats, values.factors
-    given = [entries for entries in lists if entries is not None]
+    given: list[Any] = list(itertools.filterfalse(_is_none, lists))
     pieces = None if values.pieces is None else tuple(values.pieces)
     numbers = (*factors, values.found_inf, None if stats is None else stats.overflow)
     call = begin(operation, given, cache, numbers, getattr(factors[0], "device", None), pieces)

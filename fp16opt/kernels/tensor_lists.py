@@ -104,10 +104,12 @@ def are_items(items: Sequence[Any], of: Sequence[Any], start: int = 0) -> bool:
     return len(part) == len(items) and all(map(operator.is_, items, part))
 
 
-def hold(dicts: Sequence[dict[str, Any]], name: str, values: Sequence[Any]) -> bool:
-    """Whether each dict holds, under ``name``, the very object at its place."""
-    if native.module is not None:
-        return bool(native.module.hold(dicts, name, values))
+def hold(columns: Iterable[tuple[Sequence[dict[str, Any]], str, Sequence[Any]]]) -> bool:
+    """Of (dicts, a name, values) each: whether each dict holds, under the name, the very object at its place."""
+    return all(itertools.starmap(_holds if native.module is None else native.module.hold, columns))
+
+
+def _holds(dicts: Sequence[dict[str, Any]], name: str, values: Sequence[Any]) -> bool:
     return all(map(operator.is_, map(dict.get, dicts, itertools.repeat(name)), values))
 
 

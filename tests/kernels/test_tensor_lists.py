@@ -63,9 +63,9 @@ def test_identity_is_compared_and_never_equality(way: str) -> None:
     assert tensor_lists.are_items([a, b], (b, a, b), 1)
     for items, start in (([a, a], 1), ([a, b], 2), ([a, b], 0), ([a, b, a], 1)):
         assert not tensor_lists.are_items(items, (b, a, b), start)
-    assert tensor_lists.hold([{"x": a}, {"x": b}], "x", [a, b])
-    assert not tensor_lists.hold([{"x": a}, {"x": b}], "x", [a, a])
-    assert not tensor_lists.hold([{"x": a}, {}], "x", [a, b])
+    assert tensor_lists.hold([([{"x": a}, {"x": b}], "x", [a, b]), ([], "y", [])])
+    assert not tensor_lists.hold([([{"x": a}, {"x": b}], "x", [a, a])])
+    assert not tensor_lists.hold([([{"x": a}], "x", [a]), ([{"x": a}, {}], "x", [a, b])])
     assert tensor_lists.any_there([None, a])
     assert not tensor_lists.any_there([None, None])
     assert tensor_lists.all_there([a, b])

@@ -395,24 +395,13 @@ class ReleasingState(SummingState):
             RuntimeError: a backward was interrupted; there are gradients that no hook has heard of; or true gradients,
                 or their norm, are wanted, and there are none.
         """
-        if norm_type is not None:
-            raise RuntimeError(
-                f"clip_master_grads: with {SAID} parameters are stepped before the norm over all gradients is known. "
-                "Use gradient_release=False."
-            )
-        if write:
-            raise RuntimeError(
-                f"clip_master_values: with {SAID} parameters are stepped, and gradients freed, as they come. Use "
-                "gradient_release=False."
-            )
+        if write or norm_type is not None:
+            raise _freed("clip_master_values" if write else "clip_master_grads")
         return super().finalize(look)
 
     def update(self, look: Look) -> None:
         """Raise ``RuntimeError``: there are no gradients to take."""
-        raise RuntimeError(
-            f"update_master_grads: gradients are freed as they come, with {SAID}. Use gradient_release=False to edit "
-            "or read gradients."
-        )
+        raise _freed("update_master_grads")
 
     def bring_up(self, look: Look, write: bool) -> bool:
         """Bring together what was found in single gradients; False where none came. Raises as finalize."""
@@ -455,6 +444,13 @@ class ReleasingState(SummingState):
             self.stage = stage._replace(was_cleared=True)
         else:
             super().clear(set_to_none=True)
+
+
+def _freed(call: str) -> RuntimeError:
+    return RuntimeError(
+        f"{call}: with {SAID} parameters are stepped, and gradients freed, as they come: there are none to clip, edit "
+        "or read. Use gradient_release=False."
+    )
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------

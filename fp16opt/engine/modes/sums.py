@@ -82,7 +82,8 @@ class SummingState(StepState):
                     "it. Use one scaler a step, or masters."
                 )
         if type(stage) is Unscaled and not stage.is_sum:
-            self._check_reduced()
+            if self.waits_for_reduction():
+                raise errors.NO_SYNC()
             self._free()
             check = stage.check._replace(found=tuple((one, flag.clone()) for one, flag in stage.check.found))
             stamp = GradientStamp.of(self.params.models)
