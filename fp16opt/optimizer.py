@@ -624,7 +624,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _scaled(self, loss: Tensor, scaler: LossScaler | None, may_clear: bool = False) -> Tensor:
         """:meth:`scale_loss` of what was checked."""
         look = self._look("scale_loss" if may_clear else "backward", verifies=False, rounds=False)
-        told = loss.detach() if loss.numel() == 1 else None  # a skip's log line says whether it was finite
+        told = (loss.detach(),) if loss.numel() == 1 else ()  # a skip's log line says whether it was finite
         scale: BackwardScale = self.step_state.begin_backward(
             look, self.scaler if scaler is None else scaler, may_clear, told
         )

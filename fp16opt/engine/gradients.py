@@ -34,6 +34,7 @@ from .stage import (
     Scaled,
     ScaledBy,
     Unscaled,
+    moved,
     refusal_of_writes,
 )
 from .step import Step
@@ -136,9 +137,9 @@ class StepState(abc.ABC):
         # Zeros that DDP still reduces stand in the place of what was folded.
         if written and not (stage.is_sum and are_zero([grads[i] for i in written])):
             if stage.is_sum or not (stage.stamp.are_of(written, grads) and are_zero(grads)):
-                moved = [grads[i] for i in written]
-                has_moved = not self.replicas.are_told and any(grad is not None and grad._is_view() for grad in moved)
-                raise refusal_of_writes(stage, describe([self.params.names[i] for i in written]), has_moved)
+                raise refusal_of_writes(
+                    stage, self.params.names_of(written), [grads[i] for i in written], self.replicas
+                )
             self.reset(keeps_true=False, zeros=grads)
             return look
         if type(stage) is Unscaled:
@@ -146,7 +147,7 @@ class StepState(abc.ABC):
         return look
 
     def _any_there(self, grads: Grads) -> bool:
-        return any_there(grads) or (bool(self.params.elsewhere) and any_raw_grad(self.params.elsewhere))
+        return any_there(grads) or any_raw_grad(self.params.elsewhere)
 
     def _are_cleared(self, grads: Grads) -> bool:
         """Whether all gradients were set to None since."""
@@ -158,9 +159,9 @@ class StepState(abc.ABC):
 
     def _check_left_over(self, stage: Any, grads: Grads) -> None:
         """Raise where a loss was scaled over gradients of an earlier step, and one of them is still there."""
-        left = [at for at, grad in enumerate(grads) if stage.left_over.is_of(at, grad)]
+        left = stage.left_over.among(grads)
         if left:
-            raise errors.NOT_CLEARED(names=describe([self.params.names[at] for at in left]))
+            raise errors.NOT_CLEARED(names=self.params.names_of(left))
         self.stage = stage._replace(left_over=None)
 
     def leave_alone(self, gone: list[int], look: Look) -> None:
@@ -201,13 +202,13 @@ class StepState(abc.ABC):
     # -- backwards ---------------------------------------------------------------------------------------------------
 
     def begin_backward(
-        self, look: Look, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None
+        self, look: Look, scaler: LossScaler, may_clear: bool = False, losses: tuple[Tensor, ...] = ()
     ) -> BackwardScale:
         """A backward with ``scaler``'s present scale is about to add to the model's gradients.
 
         Args:
             may_clear: the user runs it: gradients of an earlier step raise later, if they are still there.
-            loss: unscaled, where it is a single number.
+            losses: unscaled, where they are single numbers.
 
         Raises:
             RuntimeError: gradients are incomplete, were written, were clipped or edited, or are of another scale.
@@ -225,15 +226,12 @@ class StepState(abc.ABC):
         elif stage.is_sum or not stage.scale.is_current(scaler):
             sums = self.sum_up(look)
         scale: BackwardScale | None = self.stage.scale
-        losses = self.stage.losses
         if scale is None or scale.by is not ScaledBy.ENGINE or not scale.is_current(scaler):
             scale = BackwardScale.of(scaler)
         if sums is None and stage.holds_true:
             self.gradients.forget_true()
-        if loss is not None:
-            losses = (*losses, loss)
         is_to_fold = self.sums or sums is not None
-        self.stage = Scaled(scale, None, losses, left_over, sums, may_clear, is_to_fold)
+        self.stage = Scaled(scale, None, (*self.stage.losses, *losses), left_over, sums, may_clear, is_to_fold)
         self.backwards += 1
         scaler.begin_backward()
         return scale
@@ -487,13 +485,7 @@ class StepState(abc.ABC):
             return check
         power = None
         if norm_type is not None:
-            counted = self.ranks.counted
-            power = self.gradients.power_sum(
-                norm_type,
-                self.device,
-                self.stage.is_measured,
-                lambda param: (of is None or id(param) in of) and counted(param),
-            )
+            power = self.gradients.power_sum(norm_type, self.device, self.stage.is_measured, of, self.ranks)
         asked = Asked(norm_type, max_norm, check.turn, self.steps, check.has_grads)
         agreed = self.ranks.agree([one for _, one in check.found], asked, power, self.stage.losses)
         check = check.over(self.ranks, agreed)
@@ -522,7 +514,7 @@ class StepState(abc.ABC):
             is_one: whether the factor is known to be 1: then no memory is touched.
         """
         stage = self.stage
-        if type(stage) is Checked and (stage.factor is None and of is None):
+        if type(stage) is Checked and stage.factor is None and of is None:
             self.stage = stage._replace(factor=factor, is_measured=is_one)
             return
         if not is_one:
@@ -610,10 +602,7 @@ class StepState(abc.ABC):
             self.reset(keeps_true=False)
         else:
             now = [None] * len(self.params) if type(stage) is Ready else raw_grads(self.params.models)
-            stamps = {name: getattr(stage, name) for name in ("stamp", "left_over")}
-            self.stage = stage._replace(
-                **{name: stamp.moved(came_from, now) for name, stamp in stamps.items() if stamp is not None}
-            )
+            self.stage = moved(stage, came_from, now)
         if stage.is_sum and not is_thaw:
             true_stamp = stage.true_stamp.moved(came_from, raw_grads(self.params.masters))
             self.stage = self.stage._replace(true_stamp=true_stamp)

@@ -467,6 +467,10 @@ class ParamTable:
         """Their names in a line."""
         return describe([pair.name for pair in pairs])
 
+    def names_of(self, positions: Iterable[int]) -> str:
+        """The names of those at these positions, in a line."""
+        return describe([self.names[position] for position in positions])
+
     def chosen(self, params: object) -> set[int] | None:
         """The ids of the model's parameters among ``params``, which may be masters too; None where these are all.
 

@@ -6,7 +6,6 @@ the way; or true ones are made of them, which lie in ``.grad`` of their masters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -310,15 +309,15 @@ class DeviceGradients:
         sums = self.stats.sumsq
         return sums.amax().sqrt().float() if len(sums) else torch.zeros_like(self.one)
 
-    def power_sum(self, norm_type: float, is_measured: bool, counted: Callable[[Tensor], bool]) -> Tensor:
-        """float64, 0-dim: the sum of |g|**p over true gradients of parameters that are ``counted``.
+    def power_sum(self, norm_type: float, is_measured: bool, of: set[int] | None, ranks: Ranks) -> Tensor:
+        """float64, 0-dim: the sum of |g|**p over true gradients ``of`` parameters that count on this one of ``ranks``.
 
         For p = inf the largest |g|. The sum of squares is that of the last pass, where it ``is_measured``.
         """
-        mine = [counted(pair.model) for pair in self.pairs]
+        mine = [(of is None or id(pair.model) in of) and ranks.counted(pair.model) for pair in self.pairs]
         if norm_type == 2.0 and is_measured:
-            of = torch.tensor(mine, dtype=torch.bool, device=self.one.device)
-            return self.stats.sumsq.where(of, 0.0).sum()  # not times the mask: inf * 0 is nan
+            mask = torch.tensor(mine, dtype=torch.bool, device=self.one.device)
+            return self.stats.sumsq.where(mask, 0.0).sum()  # not times the mask: inf * 0 is nan
         values = zip(self.true_values(), mine, strict=True)
         found = [value for value, is_mine in values if value is not None and value.numel() and is_mine]
         if not found:
@@ -478,7 +477,7 @@ class Gradients:
         """
         if of is None and norm_type == 2.0:
             return total_norm([each.norm(is_measured) for each in self.each], norm_type, device)
-        power = self.power_sum(norm_type, device, is_measured, lambda param: of is None or id(param) in of)
+        power = self.power_sum(norm_type, device, is_measured, of, Ranks())
         return power if norm_type == float("inf") else power.pow(1.0 / norm_type)
 
     def largest_norm(self, device: torch.device) -> Tensor:
@@ -487,13 +486,13 @@ class Gradients:
         return torch.stack(norms).amax() if norms else torch.zeros((), dtype=torch.float32, device=device)
 
     def power_sum(
-        self, norm_type: float, device: torch.device, is_measured: bool, counted: Callable[[Tensor], bool]
+        self, norm_type: float, device: torch.device, is_measured: bool, of: set[int] | None, ranks: Ranks
     ) -> Tensor:
         """float64, 0-dim: the sum of |g|**p over the elements that this rank counts (p = inf: the largest |g|)."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         with torch.no_grad():
             for each in self.each:
-                part = each.power_sum(norm_type, is_measured, counted).to(total)
+                part = each.power_sum(norm_type, is_measured, of, ranks).to(total)
                 total = torch.maximum(total, part) if norm_type == float("inf") else total + part
         return total
 

@@ -22,7 +22,7 @@ from ..scaling import LossScaler
 from . import errors
 from .dtensors import any_sharded, is_sharded, local, pieces, raw_grads, versions
 from .params import HALF_DTYPES
-from .ranks import Agreed, Ranks
+from .ranks import Agreed, Ranks, Replicas
 
 Grads = Sequence["Tensor | None"]
 _Stage = TypeVar("_Stage")
@@ -139,6 +139,10 @@ class GradientStamp:
     def are_of(self, positions: Iterable[int], grads: Grads) -> bool:
         """Whether those at these positions are the tensors that were there."""
         return all(self.is_of(position, grads[position]) for position in positions)
+
+    def among(self, grads: Grads) -> list[int]:
+        """Positions where the tensor that was there still is, in whatever version."""
+        return [position for position, grad in enumerate(grads) if self.is_of(position, grad)]
 
     def without(self, positions: Iterable[int]) -> GradientStamp:
         """The same, but that there was no gradient at these positions."""
@@ -406,13 +410,20 @@ class Interrupted(NamedTuple):
     """A backward raised: gradients are incomplete until they are cleared."""
 
 
-def refusal_of_writes(stage: Any, names: str, has_moved: bool) -> Exception:
+def moved(stage: Any, came_from: Sequence[int | None], now: Grads) -> Any:
+    """A stage whose gradients are those of parameters in another order: as :meth:`GradientStamp.moved`."""
+    stamps = {name: getattr(stage, name) for name in ("stamp", "left_over")}
+    return stage._replace(**{name: one.moved(came_from, now) for name, one in stamps.items() if one is not None})
+
+
+def refusal_of_writes(stage: Any, names: str, grads: Grads, replicas: Replicas) -> Exception:
     """Why gradients of a stage may not be written.
 
     Args:
         names: whose were.
-        has_moved: whether DDP may have moved them into its buckets.
+        grads: these.
     """
+    has_moved = not replicas.are_told and any(grad is not None and grad._is_view() for grad in grads)
     if stage.is_sum:
         return errors.WRITTEN_AFTER_THE_FOLD(names=names)
     if stage.scale.by.is_grad_scaler:

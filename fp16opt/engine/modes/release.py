@@ -260,7 +260,7 @@ class ReleasingState(SummingState):
     # -- the backward ------------------------------------------------------------------------------------------------
 
     def begin_backward(
-        self, look: Look, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None
+        self, look: Look, scaler: LossScaler, may_clear: bool = False, losses: tuple[Tensor, ...] = ()
     ) -> BackwardScale:
         """RELEASING: the step's backward, with ``scaler``'s present scale, is about to begin.
 
@@ -268,7 +268,7 @@ class ReleasingState(SummingState):
 
         Args:
             may_clear: of no use here: no gradients are there but while a backward runs.
-            loss: unscaled, where it is a single number.
+            losses: unscaled, where they are single numbers.
 
         Raises:
             RuntimeError: there was one already, or it can't be served.
@@ -297,7 +297,7 @@ class ReleasingState(SummingState):
             self._make_slots()
         self._model_writes.sync(waits=self._waits)
         scale = BackwardScale.of(scaler)
-        self.stage = Releasing(scale, Arrivals(), () if loss is None else (loss,))
+        self.stage = Releasing(scale, Arrivals(), losses)
         self.backwards += 1
         scaler.begin_backward()
         return scale

@@ -35,12 +35,12 @@ class SummingState(StepState):
         self._marks: dict[int, FoldedGradient] = {}  # by id of the pair: what stands in .grad of its model
 
     def begin_backward(
-        self, look: Look, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None
+        self, look: Look, scaler: LossScaler, may_clear: bool = False, losses: tuple[Tensor, ...] = ()
     ) -> BackwardScale:
         """See :meth:`.StepState.begin_backward`. What stands for sums makes way where the engine itself runs it."""
         if self.sums:
             self._check_can_sum()
-        scale = super().begin_backward(look, scaler, may_clear, loss)
+        scale = super().begin_backward(look, scaler, may_clear, losses)
         if self.stage.is_to_fold and not may_clear:
             unmark(self.params.models)
         return scale
