@@ -64,14 +64,14 @@ FP16OPT_HD uint32_t half_exponent(uint16_t weight) {
 FP16OPT_HD uint32_t mask_if(bool condition) { return 0u - uint32_t(condition); }
 
 // T is float or a vector of floats. How far the master is from its weight, in steps, of which there are `per_one` in 1;
-// and the way back.
+// and the way back, to the sum of master_of.
 template <class T>
 FP16OPT_HD T steps_away(T master, T wide, T per_one) {
     return (master - wide) * per_one;  // exact
 }
 template <class T>
 FP16OPT_HD T steps_added(T wide, T steps, T step) {
-    return master_of(exact_product_plus(steps, step, wide), wide);
+    return exact_product_plus(steps, step, wide);
 }
 
 FP16OPT_HD uint16_t split_remainder(Half, float master, float wide, uint16_t weight) {
@@ -92,7 +92,7 @@ FP16OPT_HD float join(Half, float wide, uint16_t weight, uint16_t remainder) {
     const uint32_t code = remainder, sign = (uint32_t(weight) & 0x8000u) << 16;
     const float step = bit_cast<float>((half_exponent(weight) + 86u) << 23);
     // An infinite or nan weight stays what it is.
-    const uint32_t near = bit_cast<uint32_t>(steps_added(wide, float(int32_t(int16_t(remainder))), step));
+    const uint32_t near = bit_cast<uint32_t>(master_of(steps_added(wide, float(int32_t(int16_t(remainder))), step), wide));
     const uint32_t beyond = sign | (kCoarseFrom + (code << kCoarseShift));
     const uint32_t coarse = mask_if((uint32_t(weight) & 0x7fffu) == 0x7c00u) & mask_if(code != kCoarseInfinity);
     return bit_cast<float>((beyond & coarse) | (near & ~coarse));

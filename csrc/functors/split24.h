@@ -74,7 +74,8 @@ FP16OPT_HD float join24(Half, uint16_t weight, uint8_t remainder) {
         return bit_cast<float>(sign | (kCoarseFrom + (uint32_t(remainder) << kCoarseShift24)));
     }
     const float step = bit_cast<float>((half_exponent(weight) + 94u) << 23);
-    return steps_added(half_to_float(weight), float(int8_t(remainder)), step);
+    const float wide = half_to_float(weight);
+    return master_of(steps_added(wide, float(int8_t(remainder)), step), wide);
 }
 
 FP16OPT_END

@@ -170,6 +170,13 @@ constexpr bool kCanStream = true;
 
 typedef __m512 Floats;
 FP16OPT_HD Floats splat(float x) { return _mm512_set1_ps(x); }
+// A number of 32 bits that the compiler does not know: what it knows it makes anew in each block, and to bring that from a general
+// register to a vector takes two operations of the units that loops wait for.
+FP16OPT_HD __m512i splat_bits(uint32_t x) {
+    __m512i bits = _mm512_set1_epi32(int(x));
+    asm("" : "+v"(bits));
+    return bits;
+}
 struct Block {
     Floats v[4];
 };
@@ -209,9 +216,9 @@ FP16OPT_HD void load(const void* from, Narrow& n) {
 
 // Whether the magnitude of one of 64 elements of 16 bits, as bits, is `limit` or more.
 FP16OPT_HD bool any_from(const Narrow& n, uint32_t limit) {
-    const __m512i mask = _mm512_set1_epi16(0x7fff);
+    const __m512i mask = splat_bits(0x7fff7fffu);
     const __m512i largest = _mm512_max_epu16(_mm512_and_si512(n.v[0], mask), _mm512_and_si512(n.v[1], mask));
-    return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(short(limit))) != 0;
+    return _mm512_cmpge_epu16_mask(largest, splat_bits(limit << 16 | limit)) != 0;
 }
 // Stores numbers as halves, and gives back what they are.
 FP16OPT_HD Floats store_rounded(Half* to, Floats x) {
@@ -244,7 +251,7 @@ FP16OPT_HD void narrow_to(BFloat16, const Block& b, Narrow& n) {
 
 // Finite numbers that stay so as bfloat16, rounded to nearest, ties away from zero.
 FP16OPT_HD __m256i round_away(Floats x) {
-    const __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+    const __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(x), splat_bits(0x8000u));
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
 FP16OPT_HD void narrow_away(const Block& b, Narrow& n) {
@@ -254,12 +261,12 @@ FP16OPT_HD void narrow_away(const Block& b, Narrow& n) {
 }
 
 FP16OPT_HD bool any_from(const Block& b, uint32_t limit) {
-    const __m512i mask = _mm512_set1_epi32(0x7fffffff);
+    const __m512i mask = splat_bits(0x7fffffffu);
     __m512i largest = _mm512_and_si512(_mm512_castps_si512(b.v[0]), mask);
     for (int i = 1; i < 4; ++i) {
         largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(b.v[i]), mask));
     }
-    return _mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(int(limit))) != 0;
+    return _mm512_cmpge_epu32_mask(largest, splat_bits(limit)) != 0;
 }
 
 #elif defined(FP16OPT_AVX2)

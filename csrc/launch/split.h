@@ -56,16 +56,29 @@ FP16OPT_HD bool is_special(const BFloat16*) { return false; }
 
 #if defined(FP16OPT_AVX512)
 
-FP16OPT_HD __m512i exponents_of(Floats wide) { return _mm512_and_si512(_mm512_castps_si512(wide), _mm512_set1_epi32(kInfinity)); }
-FP16OPT_HD __m512i step_exponents_of(__m512i exponents) { return _mm512_max_epi32(exponents, _mm512_set1_epi32(kLeastExponent)); }
-FP16OPT_HD void join_finite(const Half* weights, const uint16_t* remainders, Block& p) {
-    load(weights, p);
-    for (int i = 0; i < 4; ++i) {
-        const __m512i exponents = step_exponents_of(exponents_of(p.v[i]));
-        const Floats step = _mm512_castsi512_ps(_mm512_sub_epi32(exponents, _mm512_set1_epi32(26 << 23)));
-        const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainders + 16 * i));
-        p.v[i] = steps_added(p.v[i], _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(codes)), step);
+// master_of: as a rule no sign is another, and one look at all of them takes a third of what choosing does.
+FP16OPT_HD void make_masters(Block& sums, const Block& weights) {
+    __m512i differ = _mm512_setzero_si512();
+    for (int i = 0; i < 4; ++i) {  // differ | (sum ^ weight)
+        differ = _mm512_ternarylogic_epi32(differ, _mm512_castps_si512(sums.v[i]), _mm512_castps_si512(weights.v[i]), 0xf6);
     }
+    if (FP16OPT_UNLIKELY(_mm512_movepi32_mask(differ) != 0)) {
+        for (int i = 0; i < 4; ++i) sums.v[i] = master_of(sums.v[i], weights.v[i]);
+    }
+}
+
+FP16OPT_HD __m512i exponents_of(Floats wide) { return _mm512_and_si512(_mm512_castps_si512(wide), splat_bits(kInfinity)); }
+FP16OPT_HD __m512i step_exponents_of(__m512i exponents) { return _mm512_max_epi32(exponents, splat_bits(kLeastExponent)); }
+FP16OPT_HD void join_finite(const Half* weights, const uint16_t* remainders, Block& p) {
+    Block wide;
+    load(weights, wide);
+    for (int i = 0; i < 4; ++i) {
+        const __m512i exponents = step_exponents_of(exponents_of(wide.v[i]));
+        const Floats step = _mm512_castsi512_ps(_mm512_sub_epi32(exponents, splat_bits(26u << 23)));
+        const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainders + 16 * i));
+        p.v[i] = steps_added(wide.v[i], Floats(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(codes))), step);
+    }
+    make_masters(p, wide);
 }
 // Rounds to weights and remainders. False where a weight isn't finite.
 FP16OPT_HD bool split_finite(const Block& p, Half* weights, uint16_t* remainders) {
@@ -74,22 +87,23 @@ FP16OPT_HD bool split_finite(const Block& p, Half* weights, uint16_t* remainders
         const Floats wide = store_rounded(weights + 16 * i, p.v[i]);
         const __m512i exponents = exponents_of(wide);
         largest = _mm512_max_epi32(largest, exponents);
-        const __m512i per_one = _mm512_sub_epi32(_mm512_set1_epi32(280 << 23), step_exponents_of(exponents));
+        const __m512i per_one = _mm512_sub_epi32(splat_bits(280u << 23), step_exponents_of(exponents));
         const Floats away = steps_away(p.v[i], wide, Floats(_mm512_castsi512_ps(per_one)));
         const __m256i codes = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(away));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + 16 * i),
                             _mm256_max_epi16(codes, _mm256_set1_epi16(-32767)));
     }
-    return _mm512_cmpge_epi32_mask(largest, _mm512_set1_epi32(kInfinity)) == 0;
+    return _mm512_cmpge_epi32_mask(largest, splat_bits(kInfinity)) == 0;
 }
 
 FP16OPT_HD void join_finite(const BFloat16* weights, const uint16_t* remainders, Block& p) {
-    load(weights, p);
+    Block wide;
+    load(weights, wide);
     for (int i = 0; i < 4; ++i) {
         const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainders + 16 * i));
-        const __m512i sum = _mm512_add_epi32(_mm512_castps_si512(p.v[i]), _mm512_cvtepi16_epi32(codes));
-        p.v[i] = master_of(_mm512_castsi512_ps(sum), p.v[i]);
+        p.v[i] = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(wide.v[i]), _mm512_cvtepi16_epi32(codes)));
     }
+    make_masters(p, wide);
 }
 FP16OPT_HD bool split_finite(const Block& p, BFloat16* weights, uint16_t* remainders) {
     if (any_from(p, first_infinite<BFloat16>())) return false;
@@ -111,7 +125,7 @@ FP16OPT_HD void join_finite(const Half* weights, const uint16_t* remainders, Blo
     for (int i = 0; i < 8; ++i) {
         const __m256i exponents = step_exponents_of(exponents_of(p.v[i]));
         const Floats step = _mm256_castsi256_ps(_mm256_sub_epi32(exponents, _mm256_set1_epi32((26 + 16) << 23)));
-        p.v[i] = steps_added(p.v[i], _mm256_cvtepi32_ps(spread_shorts(remainders + 8 * i)), step);
+        p.v[i] = master_of(steps_added(p.v[i], Floats(_mm256_cvtepi32_ps(spread_shorts(remainders + 8 * i))), step), p.v[i]);
     }
 }
 // Rounds to weights and remainders. False where a weight isn't finite.

@@ -18,7 +18,7 @@ FP16OPT_HD bool join24_finite(const Half* weights, const Codes& remainders, Bloc
     load(weights, p);
     for (int k = 0; k < kVectors; ++k) {
         const Floats step = bit_cast<Floats>(step_exponents(p.v[k]) - ((18u + 24u) << 23));
-        p.v[k] = steps_added(p.v[k], to_floats(remainders.v[k]), step);
+        p.v[k] = master_of(steps_added(p.v[k], to_floats(remainders.v[k]), step), p.v[k]);
     }
     return !any_from(p, kInfinity);
 }

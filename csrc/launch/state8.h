@@ -16,29 +16,27 @@ FP16OPT_HD float largest_of(const Floats (&values)[2 * kVectors]) {
 }
 
 // What is made of the numbers of half a block: bytes. `dither` is the first element's.
-#if defined(FP16OPT_AVX2)
+#if defined(FP16OPT_AVX512) || defined(FP16OPT_AVX2)
 
 // Bytes that are negative, zero or positive as the bits of the floats are.
-FP16OPT_HD __m256i packed_signs(const Floats* values) {
+FP16OPT_HD Packed packed_signs(const Floats* values) {
     const Words words[4] = {bit_cast<Words>(values[0]), bit_cast<Words>(values[1]), bit_cast<Words>(values[2]), bit_cast<Words>(values[3])};
     return packed(words);
 }
 // A quotient by zero is dropped below.
 FP16OPT_HD Floats ratio_to_code(Floats value, Floats per) { return magnitude_of(value, Words()) / per; }
 
-// signed_code of 64 numbers, and 0 where `per`, unless null, is 0: 127 is where packing ends by itself.
+// signed_code of 64 numbers, and 0 where `per`, unless null, is 0: 127 is where packing ends by itself, of `per` as of codes.
 FP16OPT_HD void code_ratios(int8_t* to, const Block& ratios, const Block& values, const Floats* per, Floats units, uint32_t dither) {
     Codes dithers;
     words_from(dither, kIndexStride, dithers);
     for (int k = 0; k < kVectors; k += 4) {
         Words steps[4];
         for (int j = 0; j < 4; ++j) steps[j] = ratio_steps(ratios.v[k + j], units, ratio_dither(dithers.v[k + j]));
-        const __m256i none = _mm256_set1_epi16(short(kNoSteps));
-        const __m256i low = _mm256_sub_epi16(_mm256_packus_epi32(__m256i(steps[0]), __m256i(steps[1])), none);
-        const __m256i high = _mm256_sub_epi16(_mm256_packus_epi32(__m256i(steps[2]), __m256i(steps[3])), none);
-        __m256i codes = _mm256_sign_epi8(_mm256_packs_epi16(low, high), packed_signs(values.v + k));
-        if (per != nullptr) codes = _mm256_sign_epi8(codes, packed_signs(per + k));
-        store_packed(to + 8 * k, codes);
+        Packed codes = bytes_of(shorts_less(unsigned_shorts_of(steps[0], steps[1]), kNoSteps),
+                                shorts_less(unsigned_shorts_of(steps[2], steps[3]), kNoSteps));
+        if (per != nullptr) codes = smaller_bytes(codes, packed_signs(per + k));
+        store_packed(to + kWidth * k, bytes_with_sign_of(codes, packed_signs(values.v + k)));
     }
 }
 
@@ -47,11 +45,10 @@ FP16OPT_HD void code_roots(uint8_t* to, const Block& shares, const Floats* kept,
     Codes dithers;
     words_from(dither, kIndexStride, dithers);
     for (int k = 0; k < kVectors; k += 4) {
-        __m256i words[4];
-        for (int j = 0; j < 4; ++j) words[j] = __m256i(to_words(root_shares(shares.v[k + j], dithers.v[k + j])));
-        const __m256i low = _mm256_packs_epi32(words[0], words[1]), high = _mm256_packs_epi32(words[2], words[3]);
-        const __m256i least = _mm256_min_epu8(packed_signs(kept + k), _mm256_set1_epi8(1));
-        store_packed(to + 8 * k, _mm256_max_epu8(_mm256_packus_epi16(low, high), least));
+        Words words[4];
+        for (int j = 0; j < 4; ++j) words[j] = to_words(root_shares(shares.v[k + j], dithers.v[k + j]));
+        const Packed codes = unsigned_bytes_of(shorts_of(words[0], words[1]), shorts_of(words[2], words[3]));
+        store_packed(to + kWidth * k, larger_bytes(codes, smaller_bytes(packed_signs(kept + k), Packed(splat_word(0x01010101u)))));
     }
 }
 
@@ -88,34 +85,40 @@ struct StateCodes {
     uint32_t dither;
 };
 
-// A block's roots, which wait to be coded until its largest is known, and then for the next block's step: beside other work
-// a processor takes roots for nothing.
+// A block's roots, which wait to be coded until its largest is known, and then for the next block's step.
 struct Uncoded {
     Floats roots[2 * kVectors];
     Floats per_scale;
     uint8_t* to;
     uint32_t dither;
+
+    // Roots of a half's shares of the scale, and their codes.
+    FP16OPT_HD void take_shares(int half, Block& shares) const {
+        for (int k = 0; k < kVectors; ++k) shares.v[k] = root(roots[half * kVectors + k] * per_scale);
+    }
+    FP16OPT_HD void code(int half, const Block& shares) const {
+        code_roots(to + half * kBlock, shares, roots + half * kVectors, dither + uint32_t(half * kBlock) * kIndexStride);
+    }
 };
 
-// The block at `i`, and the codes of the one before it. What bounds this are chains of operations that wait for each other:
-// by llvm-mca's model of Zen 3 schedulers are full in four cycles of five. So short loops over half a block, with what they
-// made stored between them: one loop that reads, moves and splits each vector of masters has 4% fewer instructions and takes
-// 1 to 10% longer. The ratio and the share made by products alone, from a guess by integers and Newton's steps, take a tenth
-// longer than by the processor's own root and quotient, and without any root and quotient the loop would save an eighth. With
-// AVX-512 on Zen 4 half of the samples lie behind roots and quotients, which alone take 9 of 22 ns for 16 elements; roots of shares behind
-// the quotients, beside them, before the moments, or in a loop of their own all took 1 to 9% longer than here; and both roots and both
-// quotients from that processor's own guesses by fused operations, as quick.h has them, a fifth longer, without a test of ranges.
+// The block at `i`, and the codes of the one before it; `shares` are those of the half that is coded next. With AVX-512 on Zen 4 roots
+// and quotients alone take 32 cycles for 16 elements and all else 38 where nothing waits, but together they take 59: schedulers
+// fill up with operations that wait. So roots and quotients lie apart: the shares of one half are taken after the other half's
+// codes, and the block's largest, for whose inverse they wait, is there before masters and codes are written. Shares beside the
+// moments, or the largest at the end of the block, take 3 to 7% longer. No faster, or slower: the next half's moments before this
+// half's move, codes and masters of a half behind the next one's move, and one loop in which each vector goes all the way;
+// and roots and quotients by fused operations from that processor's own guesses, as quick.h has them, take a fifth longer.
 template <class Grad, class Master>
 FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Grad& grad, Master& master, const StateCodes& state,
-                            Floats unit, Floats units, Uncoded& kept, int64_t i) {
+                            Floats unit, Floats units, Uncoded& kept, Block& shares, int64_t i) {
     float& scale = state.scales[i / kStateBlock];
     const Floats scales = splat(scale);
     const uint32_t dither = state.dither + uint32_t(i) * kIndexStride;
+    Floats largest = splat(0.0f);
     for (int h = 0; h < 2; ++h) {
         const int64_t at = i + h * kBlock;
-        const uint32_t ahead = uint32_t(h * kBlock) * kIndexStride;
         Floats* const roots = kept.roots + h * kVectors;
-        Block g, p, m, v, shares, ratios;
+        Block g, p, m, v, ratios;
         Codes first, second;
         prefetch_block(state.second + at, state.second_ahead);
         prefetch_block(state.first + at, state.first_ahead);
@@ -123,34 +126,36 @@ FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Grad& grad, Ma
         get(static_cast<const int8_t*>(state.first + at), first);
         grad.read(at, g);
         master.read(at, p);
-        // Loops of their own: what divides and takes roots waits for long, and in a chain of all of it a processor
-        // finds too little else to do.
         for (int k = 0; k < kVectors; ++k) {
             const Floats was = root_of_code(second.v[k], scales);
             m.v[k] = signed_of_code(first.v[k], was, unit);
             v.v[k] = was * was;
             adam_moments(terms, g.v[k], p.v[k], m.v[k], v.v[k]);
             v.v[k] = root(v.v[k]);
-            shares.v[k] = root(roots[k] * kept.per_scale);
         }
-        code_roots(kept.to + h * kBlock, shares, roots, kept.dither + ahead);
+        kept.code(h, shares);
         for (int k = 0; k < kVectors; ++k) {
             roots[k] = root_to_keep(v.v[k]);
+            largest = larger(largest, roots[k]);
             adam_move(terms, p.v[k], m.v[k], v.v[k]);
             m.v[k] = moment_to_keep(m.v[k]);
             ratios.v[k] = ratio_to_code(m.v[k], roots[k]);
         }
+        if (h == 1) {
+            scale = largest_lane(largest);
+            kept.per_scale = splat(1.0f / scale);
+            kept.to = state.second + i;
+            kept.dither = dither;
+        }
         master.write(at, p);  // after the codes it takes 1 to 3% longer (AVX2, Zen 3)
-        code_ratios(state.first + at, ratios, m, roots, units, dither + ahead);
+        code_ratios(state.first + at, ratios, m, roots, units, dither + uint32_t(h * kBlock) * kIndexStride);
+        kept.take_shares(1 - h, shares);
     }
-    scale = largest_of(kept.roots);
-    kept.per_scale = splat(1.0f / scale);
-    kept.to = state.second + i;
-    kept.dither = dither;
     if (FP16OPT_UNLIKELY(!(scale >= kLeastScale))) {
         scale = 0.0f;
         kept.per_scale = splat(0.0f);
         for (Floats& root : kept.roots) root = splat(0.0f);
+        kept.take_shares(0, shares);
         memset(state.first + i, 0, kStateBlock);
     }
 }
@@ -164,15 +169,14 @@ FP16OPT_HD void adam8_loop(const AdamTerms<Floats>& terms, const Grad& grad, Mas
     const Floats unit = splat(state.limit * kRatioUnit), units = splat(kRatios * (1.0f / state.limit));
     uint8_t nothing[kStateBlock];
     Uncoded kept = {};
+    Block shares = {};
     kept.to = nothing;
     Master own_master = master;
-    for (int64_t i = 0; i < n; i += kStateBlock) adam8_block(own_terms, grad, own_master, own_state, unit, units, kept, i);
+    for (int64_t i = 0; i < n; i += kStateBlock) adam8_block(own_terms, grad, own_master, own_state, unit, units, kept, shares, i);
     master = own_master;
-    for (int h = 0; h < 2; ++h) {
-        const Floats* const roots = kept.roots + h * kVectors;
-        Block shares;
-        for (int k = 0; k < kVectors; ++k) shares.v[k] = root(roots[k] * kept.per_scale);
-        code_roots(kept.to + h * kBlock, shares, roots, kept.dither + uint32_t(h * kBlock) * kIndexStride);
+    for (int half = 0; half < 2; ++half) {
+        kept.take_shares(half, shares);
+        kept.code(half, shares);
     }
     master.finish();
 }

@@ -12,22 +12,14 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 FP16OPT_HD Floats smaller(Floats a, float b) { return _mm512_min_ps(a, splat(b)); }
 FP16OPT_HD Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 FP16OPT_HD float largest_lane(Floats a) { return _mm512_reduce_max_ps(a); }
-FP16OPT_HD Floats ratio_or_zero(Floats a, Floats b) {
-    return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(b, _mm512_setzero_ps(), _CMP_GT_OQ), a, b);
-}
-FP16OPT_HD Words smaller_word(Words a, uint32_t b) { return Words(_mm512_min_epu32(__m512i(a), _mm512_set1_epi32(int(b)))); }
 FP16OPT_HD Words larger_word(Words a, Words b) { return Words(_mm512_max_epu32(__m512i(a), __m512i(b))); }
 FP16OPT_HD Words magnitude_of_word(Words x) { return Words(_mm512_abs_epi32(__m512i(x))); }
-FP16OPT_HD Words with_sign_of(Words x, Words of) {
-    const __mmask16 negative = _mm512_movepi32_mask(__m512i(of));
-    return Words(_mm512_mask_sub_epi32(__m512i(x), negative, _mm512_setzero_si512(), __m512i(x)));
-}
 FP16OPT_HD Floats with_sign_of(Floats x, Words of) {
-    const __m512i sign = _mm512_set1_epi32(int(0x80000000u));
+    const __m512i sign = splat_bits(0x80000000u);
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(x), __m512i(of), sign, 0xf8));
 }
 FP16OPT_HD Floats times_one_less(Floats x, Floats by) { return _mm512_fmsub_ps(x, by, by); }
-FP16OPT_HD Words splat_word(uint32_t x) { return Words(_mm512_set1_epi32(int(x))); }
+FP16OPT_HD Words splat_word(uint32_t x) { return Words(splat_bits(x)); }
 FP16OPT_HD Floats to_floats(Words x) { return _mm512_cvtepi32_ps(__m512i(x)); }
 FP16OPT_HD Words to_words(Floats x) { return Words(_mm512_cvttps_epi32(x)); }
 FP16OPT_HD Words nearest_words(Floats x) { return Words(_mm512_cvtps_epi32(x)); }
@@ -98,17 +90,42 @@ FP16OPT_HD void get(const int8_t* from, Codes& codes) {
     }
 }
 
-#if defined(FP16OPT_AVX2)
+#if defined(FP16OPT_AVX512) || defined(FP16OPT_AVX2)
 
-// 32 numbers as bytes, clamped to the range of these; in the order of packing, which store_packed undoes.
-FP16OPT_HD __m256i packed(const Words* words) {
-    const __m256i low = _mm256_packs_epi32(__m256i(words[0]), __m256i(words[1]));
-    return _mm256_packs_epi16(low, _mm256_packs_epi32(__m256i(words[2]), __m256i(words[3])));
+// Two vectors packed into one of numbers half as wide, clamped to the range of these; in an order that store_packed undoes.
+#if defined(FP16OPT_AVX512)
+typedef __m512i Packed;
+FP16OPT_HD Packed shorts_of(Words a, Words b) { return _mm512_packs_epi32(__m512i(a), __m512i(b)); }
+FP16OPT_HD Packed unsigned_shorts_of(Words a, Words b) { return _mm512_packus_epi32(__m512i(a), __m512i(b)); }
+FP16OPT_HD Packed bytes_of(Packed a, Packed b) { return _mm512_packs_epi16(a, b); }
+FP16OPT_HD Packed unsigned_bytes_of(Packed a, Packed b) { return _mm512_packus_epi16(a, b); }
+FP16OPT_HD Packed shorts_less(Packed a, uint32_t b) { return _mm512_sub_epi16(a, splat_bits(b << 16 | b)); }
+FP16OPT_HD Packed smaller_bytes(Packed a, Packed b) { return _mm512_min_epu8(a, b); }
+FP16OPT_HD Packed larger_bytes(Packed a, Packed b) { return _mm512_max_epu8(a, b); }
+FP16OPT_HD Packed bytes_with_sign_of(Packed x, Packed of) {
+    return _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(of), _mm512_setzero_si512(), x);
 }
-FP16OPT_HD void store_packed(void* to, __m256i bytes) {
+FP16OPT_HD void store_packed(void* to, Packed bytes) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, bytes));
+}
+#else
+typedef __m256i Packed;
+FP16OPT_HD Packed shorts_of(Words a, Words b) { return _mm256_packs_epi32(__m256i(a), __m256i(b)); }
+FP16OPT_HD Packed unsigned_shorts_of(Words a, Words b) { return _mm256_packus_epi32(__m256i(a), __m256i(b)); }
+FP16OPT_HD Packed bytes_of(Packed a, Packed b) { return _mm256_packs_epi16(a, b); }
+FP16OPT_HD Packed unsigned_bytes_of(Packed a, Packed b) { return _mm256_packus_epi16(a, b); }
+FP16OPT_HD Packed shorts_less(Packed a, uint32_t b) { return _mm256_sub_epi16(a, _mm256_set1_epi16(short(b))); }
+FP16OPT_HD Packed smaller_bytes(Packed a, Packed b) { return _mm256_min_epu8(a, b); }
+FP16OPT_HD Packed larger_bytes(Packed a, Packed b) { return _mm256_max_epu8(a, b); }
+FP16OPT_HD Packed bytes_with_sign_of(Packed x, Packed of) { return _mm256_sign_epi8(x, of); }
+FP16OPT_HD void store_packed(void* to, Packed bytes) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     _mm256_storeu_si256(static_cast<__m256i*>(to), _mm256_permutevar8x32_epi32(bytes, order));
 }
+#endif
+
+FP16OPT_HD Packed packed(const Words* four) { return bytes_of(shorts_of(four[0], four[1]), shorts_of(four[2], four[3])); }
 
 #endif
 
