@@ -21,7 +21,6 @@ from .engine.arguments import (
     make_scaler,
     named,
     naming_loss_scale,
-    open_group,
 )
 from .engine.attributes import convert_attributes
 from .engine.config import Config, GradAccumulation, MasterWeights, OffloadTo, OnModelWrite, OptimizerState
@@ -454,15 +453,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         parallel.refuse_on_zero(self.optimizer, "add_param_group", "Add groups to it before it is wrapped.")
         self._begin("add_param_group")
         self.step_state.require_open(strictly=True)
-        group, params, names = open_group(param_group)
-        number = len(self.optimizer.param_groups)
-        names = {**self._names, **names}
-        new = {**group, "params": params}
-        self.params.check_new_group(new, number, names)
-        check_one_pass(self.config, self.inner, self._spec, [{**self.defaults, **new}], names, number)
-        self.optimizer.add_param_group(group)
-        self._names = names
-        self._begin("add_param_group")
+        groups = self.optimizer.param_groups
+        there = list(groups)
+        self.optimizer.add_param_group(param_group)
+        try:
+            self._begin("add_param_group")
+        except BaseException:
+            groups[:] = there
+            raise
 
     # -- the look with which every call begins ----------------------------------------------------------------------
 

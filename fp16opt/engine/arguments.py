@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -120,23 +119,3 @@ def named(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[tuple[s
     if all(name.startswith(_OF_DDP) for name, _ in cleaned):
         return [(name.removeprefix(_OF_DDP), param) for name, param in cleaned]
     return cleaned
-
-
-def open_group(param_group: object) -> tuple[dict[str, Any], list[Any], dict[int, str]]:
-    """A copy of a param group that may be changed, its parameters, and the names that came with them."""
-    if not isinstance(param_group, dict):
-        raise TypeError(f"param_group: expected a dict, got {type(param_group).__name__}.")
-    if "params" not in param_group:
-        raise ValueError("param_group: expected a key 'params', got none. Give the parameters under 'params'.")
-    params = param_group["params"]
-    if isinstance(params, set):
-        raise TypeError("param_group: expected an ordered collection of parameters, got a set. Use a list.")
-    items = [params] if isinstance(params, Tensor) else list(params)
-    names = {id(item[1]): item[0] for item in items if isinstance(item, tuple) and len(item) == 2}
-    tensors = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
-    return {**param_group, "params": items}, tensors, names
-
-
-def quoted(name: str | None) -> str:
-    """A name in parentheses for a message, or nothing."""
-    return f" ({name!r})" if name else ""
