@@ -1366,15 +1366,17 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         masters = list(self.params.apart)  # their shapes: of split ones values are not made
         for position in thawed:  # they get a master if all fits
             masters[position] = self.params.models[position]
-        plan = check(lambda: self._plan(state_dict, masters))
+        names, scaler = self.params.names, self.scaler
+        check(lambda: checkpoint.check(state_dict, self.inner, masters, names, scaler))
         check(lambda: self._check_loaded(state_dict))
         if thawed:
             self.params.give_masters([self.params.all[i] for i in thawed], self.inner.param_groups, self._adopt)
             self._params_changed([None if n in thawed else n for n in range(len(self.params))], is_thaw=True)
-        if not plan.has_masters:  # else weights that were loaded just before would be undone below
+        if not is_ours(state_dict):  # else weights that were loaded just before would be undone below
             self.model_writes.sync()
         there = {master: dict(entry) for master, entry in self.inner.state.items() if isinstance(entry, dict)}
-        plan.apply(self._convert_loaded, lambda: self._finish_load(plan, state_dict, there))
+        steps = self._convert_loaded, lambda: self._finish_load(state_dict, there)
+        checkpoint.load(state_dict, self.inner, names, scaler, *steps, where=self.saved_on)
 
     def _decoded(self, state_dict: Any) -> Any:
         """A checkpoint with FP32 state in place of codes, of which the optimizer can make its own.
@@ -1404,16 +1406,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         ]
         check_one_pass(self.config, self.inner, self._spec, groups, self._names)
 
-    def _plan(self, state_dict: Any, masters: list[Tensor | None]) -> checkpoint.LoadPlan:
-        return checkpoint.plan_load(
-            state_dict,
-            optimizer=self.inner,
-            masters=masters,
-            names=self.params.names,
-            scaler=self.scaler,
-            where=self.saved_on,
-        )
-
     def _convert_loaded(self) -> None:
         """Loaded state comes to the form in which it is kept."""
         self.masters.lay_out(self.params.all, self.inner.state)
@@ -1429,22 +1421,18 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             if self._offload is not None and pair.master in self.inner.state:
                 self._offload.bring(self.inner.state[pair.master], there.get(pair.master, {}), pair.model)
 
-    def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any], there: dict[Any, Any]) -> None:
+    def _finish_load(self, state_dict: dict[str, Any], there: dict[Any, Any]) -> None:
         """Masters and counts of a checkpoint that has them are taken, and the model follows.
 
         Args:
             there: the optimizer's state before, whose memory on the host is used again.
         """
         self._bring_state(there)
-        with torch.no_grad():
-            found = zip(self.params.all if plan.has_masters else (), plan.masters, strict=True)
-            given = [(pair, saved) for pair, saved in found if saved is not None]
-            if self.masters.are_whole:
-                self.masters.write([pair for pair, _ in given], [saved for _, saved in given])
-            else:  # one after the other: values of all would take the memory that split masters save
-                for pair, saved in given:
-                    self.masters.write([pair], [self.masters.read([pair])[0].copy_(saved)])
-        if plan.has_masters:
+        if is_ours(state_dict):
+            for pair, saved in zip(self.params.all, state_dict["masters"], strict=True):
+                if saved is not None:  # one by one: FP32 values of all would take the memory that split masters save
+                    value = saved if self.masters.are_whole else self.masters.read([pair])[0].copy_(saved)
+                    self.masters.write([pair], [value])
             self.outcome.steps_taken = state_dict.get("steps", 0)
             self.outcome.skipped_steps = state_dict.get("skipped_steps", 0)
         self.params.changed()

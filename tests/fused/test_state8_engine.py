@@ -389,7 +389,7 @@ DAMAGED: list[tuple[Callable[[Any], None], type[Exception], str]] = [
     (set_("exp_avg_sq_scales", lambda t: -1 - t), ValueError, "exp_avg_sq_scales must be from 0 to"),
     (set_("ratio_limit", float("nan")), ValueError, "ratio_limit must be a number from"),
     (set_("exp_avg_codes", lambda t: t[:5]), ValueError, "must be .* of shape"),
-    (lambda sd: sd.update(steps=-1), ValueError, "steps must be a number of steps taken, got -1"),
+    (lambda sd: sd.update(steps=-1), ValueError, "steps must be from 0, got -1"),
     (lambda sd: sd.update(steps=1.5), TypeError, "steps must be an int, got float"),
     (lambda sd: sd.pop("steps"), ValueError, "state_dict lacks 'steps'"),
     (lambda sd: sd["optimizer"]["state"][1]["exp_avg_sq"].fill_(-1.0), ValueError, "exp_avg_sq holds numbers"),
