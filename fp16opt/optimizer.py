@@ -953,12 +953,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def check_external_scale(self) -> None:
         """Raise ``RuntimeError`` where a GradScaler can't be the one that scales, with both ways out."""
-        state = self.step_state
-        made_here = state.is_own
-        if state.is_one() and not made_here:
-            return
-        refusal = errors.SCALED_HERE_AND_THERE if made_here else errors.TWO_SCALES
-        raise refusal(scale=self.loss_scale)
+        made_here = self.step_state.is_own
+        if made_here or not self.step_state.is_one():
+            raise errors.TWO_SCALES(scale=self.loss_scale, made=errors.MADE_HERE if made_here else "")
 
     @opaque
     @outside_inference

@@ -45,8 +45,7 @@ def names_of(model: nn.Module, opt: Optimizer) -> dict[int, str]:
     for param, called in zip(*everyone, strict=True):
         if id(param) not in names:
             there = {clean(name): one for name, one in unwrapped(model).named_parameters()}
-            has_others = any(id(one) in names for one in everyone[0])
-            raise not_in_model("model", called, param, there.get(called), has_others)
+            raise not_in_model("model", called, param, there.get(called))
     return names
 
 

@@ -337,7 +337,7 @@ class SkipLog:
                 or old <= max(self._fine, 0.0 if scaler.dynamic else 1.0)
             )
             tell(
-                errors.WEIGHTS_NOT_FINITE if weights else errors.LOSS_NOT_FINITE,
+                errors.LOSS_NOT_FINITE,
                 level=logging.ERROR if stuck and scaler.dynamic else logging.WARNING,
                 nth=in_a_row,
                 change=change,

@@ -207,9 +207,9 @@ class StepState(abc.ABC):
             raise errors.CLIPPED_THE_MODEL(names=names)
         moved = [grads[i] for i in written]
         has_moved = not self.replicas.are_told and any(grad is not None and grad._is_view() for grad in moved)
-        refusal = errors.WRITTEN_AFTER_BACKWARD if type(stage) is Scaled else errors.WRITTEN_AFTER_THE_CHECK
-        raise refusal(
+        raise errors.WRITTEN(
             names=names,
+            since="backward(loss) had made them" if type(stage) is Scaled else "they were checked",
             clip="" if self.is_own else errors.CLIP_UNDER_A_GRAD_SCALER,
             moved=errors.DDP_MOVES_GRADIENTS if has_moved else "",
         )
@@ -254,9 +254,9 @@ class StepState(abc.ABC):
         look = self.see(look)
         stage = self.stage
         if getattr(stage, "is_closed", False):
-            raise errors.BACKWARD_AFTER_A_CLIP()
+            raise errors.UNDONE(call="backward", what=errors.EDITED)
         if self.scale is not None and self.scale.by.is_grad_scaler:
-            raise errors.BACKWARD_AFTER_UNSCALE()
+            raise errors.UNDONE(call="backward", what=errors.UNSCALED)
         left_over, sums = getattr(stage, "left_over", None), None
         if type(stage) is Ready:
             left_over = self._left_over(stage, look, scaler, may_clear)
@@ -501,7 +501,7 @@ class StepState(abc.ABC):
         if type(self.stage) in (Ready, Interrupted) or self.is_to_fold or self.is_sum:
             self.see(look)
         if type(self.stage) in (Checked, Unscaled) and self.stage.scale.by.is_grad_scaler:
-            raise errors.UPDATED_AFTER_UNSCALE()
+            raise errors.UNDONE(call="update_master_grads()", what=errors.UNSCALED)
         self._check_reduced()
         if self.is_sum:
             self.stage = self.stage._replace(is_asked=True)

@@ -491,20 +491,15 @@ class ParamTable:
             raise ValueError("model: none of its parameters is in this optimizer. Pass the model that it trains.")
 
 
-def not_in_model(what: str, name: str, param: Tensor, now: object, has_others: bool) -> Exception:
+def not_in_model(what: str, name: str, param: Tensor, there: object) -> Exception:
     """A parameter of the optimizer is not in the module that the user gave: it was replaced, or deleted.
 
     Args:
         what: the argument.
-        now: what the module has under that name; None where it has nothing.
-        has_others: whether another parameter of the optimizer is there.
+        there: what the module has under that name; None where it has nothing.
     """
-    shape = tuple(param.shape)
-    if not has_others:
-        return errors.ANOTHER_MODULE(argument=what, name=name, shape=shape)
-    if isinstance(now, Tensor):
-        return errors.REPLACED(argument=what, name=name, now=tuple(now.shape), shape=shape)
-    return errors.DELETED(argument=what, name=name, shape=shape)
+    now = errors.HAS_ANOTHER.format(shape=tuple(there.shape)) if isinstance(there, Tensor) else ""
+    return errors.NOT_IN_THE_MODEL(argument=what, name=name, shape=tuple(param.shape), now=now)
 
 
 def name_of(group: dict[str, Any], index: int, param: object, names: dict[int, str]) -> str | None:

@@ -231,8 +231,7 @@ class Changes:
         for number, mine in pairs.items():
             if number not in names:
                 known = self._names.get(mine, mine.name)
-                has_others = any(one in names for one in pairs)
-                raise not_in_model("model", known, mine.model, tensors.get(known), has_others)
+                raise not_in_model("model", known, mine.model, tensors.get(known))
         seen = []
         for number, (name, *tied) in names.items():
             tensor, pair = tensors[name], pairs.get(number)
