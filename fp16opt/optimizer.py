@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +36,7 @@ from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec, steps_on_device
 from .engine.gradients import StepState
 from .engine.look import Look
-from .engine.masters import Masters, NoMasters, on_memory_of, own_masters
+from .engine.masters import Masters, NoMasters, on_memory_of, ordinary_parameters, own_masters
 from .engine.missing_scale import WayToScale, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
 from .engine.modes import state8
@@ -577,7 +578,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             parallel.refuse_on_zero(self.optimizer, f"{name}()", "Use FSDP2, or an optimizer without it.")
             self._begin(f"{name}()")
             self.model_writes.sync()
-            with self._guard.open(), self.masters.at_hand(self.params):
+            whole = self.masters.are_whole  # split ones refuse to be written
+            with self._guard.open(), ordinary_parameters(self.params) if whole else contextlib.nullcontext():
                 switch()
             self._round_all()
 

@@ -335,23 +335,12 @@ def _is_off_host(state: dict[str, Any] | None) -> bool:
     return isinstance(step, Tensor) and step.device.type != "cpu" and step.numel() == 1
 
 
-def _on_host(counters: list[Tensor]) -> list[Tensor]:
-    """Copies on the host, with one wait for each device."""
-    found: list[Tensor] = list(counters)
-    for device in {step.device for step in counters}:
-        places = [k for k, step in enumerate(counters) if step.device == device]
-        values = torch.stack([counters[k].reshape(()) for k in places]).cpu()
-        for k, value in zip(places, values.unbind(), strict=True):
-            found[k] = value.clone().reshape(counters[k].shape)
-    return found
-
-
 def counters_to_host(optimizer: Optimizer) -> None:
     """Put an optimizer's step counters where torch keeps them, before its own step. Syncs where one was elsewhere."""
-    groups = [group for group in optimizer.param_groups if not _stays_on_device(group)]
-    states = [optimizer.state[p] for group in groups for p in group["params"] if _is_off_host(optimizer.state.get(p))]
-    for state, step in zip(states, _on_host([state["step"] for state in states]), strict=True):
-        state["step"] = step
+    for group in optimizer.param_groups:
+        for state in [] if _stays_on_device(group) else [optimizer.state.get(param) for param in group["params"]]:
+            if state is not None and _is_off_host(state):
+                state["step"] = state["step"].cpu()
 
 
 def counters_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -359,11 +348,9 @@ def counters_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Syncs where one was elsewhere.
     """
-    groups = [group for group in state_dict["param_groups"] if not _stays_on_device(group)]
-    keys = [key for group in groups for key in group["params"] if _is_off_host(state_dict["state"].get(key))]
-    if not keys:
-        return state_dict
     states = dict(state_dict["state"])
-    for key, step in zip(keys, _on_host([states[key]["step"] for key in keys]), strict=True):
-        states[key] = {**states[key], "step": step}
+    for group in state_dict["param_groups"]:
+        for key in [] if _stays_on_device(group) else group["params"]:
+            if _is_off_host(states.get(key)):
+                states[key] = {**states[key], "step": states[key]["step"].cpu()}
     return {**state_dict, "state": states}
