@@ -33,7 +33,7 @@ from .engine.diagnostics import (
 )
 from .engine.dtensors import raw_grad
 from .engine.folded import unmark
-from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec, steps_on_device
+from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, steps_on_device
 from .engine.gradients import StepState
 from .engine.look import Look
 from .engine.masters import Masters, NoMasters, on_memory_of, ordinary_parameters, own_masters
@@ -89,11 +89,6 @@ _NOT_COPIED = (
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def opaque(method: Method) -> Method:
-    """Hide a method from ``torch.compile``, as torch.optim hides its own: it runs as it is, between compiled graphs."""
-    return cast(Method, torch._disable_dynamo(method))  # type: ignore[attr-defined]
-
-
 def outside_inference(method: Method) -> Method:
     """Have a method make ordinary tensors, also where it is called under ``torch.inference_mode``."""
 
@@ -105,6 +100,11 @@ def outside_inference(method: Method) -> Method:
             return method(*args, **kwargs)
 
     return cast(Method, call)
+
+
+def public(method: Method) -> Method:
+    """A call of the user's, which makes ordinary tensors, and runs between what ``torch.compile`` makes graphs of."""
+    return cast(Method, torch._disable_dynamo(outside_inference(method)))  # type: ignore[attr-defined]
 
 
 def between_hooks(step: Method) -> Method:
@@ -129,7 +129,7 @@ def between_hooks(step: Method) -> Method:
                 self.__dict__.pop(name, None)
             raise
 
-    hidden = opaque(call)
+    hidden = torch._disable_dynamo(call)  # type: ignore[attr-defined]
     hidden.hooked = True  # type: ignore[attr-defined]  # by this torch knows that a step has its wrapper
     return cast(Method, hidden)
 
@@ -427,9 +427,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
         self._names = {}
-        if self.config.required_by:
-            require_fused_spec(type(self.inner))
         self._spec = state8.spec_of(self.optimizer_state, type(self.inner))
+        check_one_pass(self.config, self.inner, self._spec, [], {})
         self._begin_offload(self.params.with_models(self.inner.param_groups))
         if self._offload is not None:
             for pair in self.params.all:
@@ -441,8 +440,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
 
-    @opaque
-    @outside_inference
+    @public
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, like ``torch.optim.Optimizer.add_param_group``; its 16-bit parameters get masters.
 
@@ -589,7 +587,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    @opaque
+    @public
     def scale_loss(self, loss: Tensor, *, scaler: LossScaler | None = None) -> Tensor:
         """``loss.float()`` times the loss scale. Call ``.backward()`` on it yourself.
 
@@ -618,7 +616,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         )
         return loss.float() * scale.scale.to(loss.device)
 
-    @opaque
+    @public
     def backward(
         self,
         loss: Tensor,
@@ -666,8 +664,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise
         self.step_state.end_backward(stamp=update_master_grads)
 
-    @opaque
-    @outside_inference
+    @public
     def update_master_grads(self) -> None:
         """Take the model's gradients as they are now, from any writer, and write true FP32 ones to the masters.
 
@@ -681,8 +678,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         self.step_state.update(self._look("update_master_grads"))
 
-    @opaque
-    @outside_inference
+    @public
     def clip_master_grads(
         self,
         max_norm: float,
@@ -734,8 +730,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.step_state.clip(look, factor, of, is_one=self._on_host and factor.item() == 1.0)
         return norm_before
 
-    @opaque
-    @outside_inference
+    @public
     def clip_master_values(self, max_value: float, params: Iterable[Tensor] | Tensor | None = None) -> None:
         """Bring every element of all master gradients to at most ``max_value`` in size, as ``clip_grad_value_`` does.
 
@@ -767,8 +762,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.gradients.clip_values(max_value, check.found_inf, of)
             self.step_state.close(is_measured=False)
 
-    @opaque
-    @outside_inference
+    @public
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the model's and the masters' gradients and forget what was found in them.
 
@@ -959,8 +953,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if made_here or not self.step_state.is_one():
             raise errors.TWO_SCALES(scale=self.loss_scale, made=errors.MADE_HERE if made_here else "")
 
-    @opaque
-    @outside_inference
+    @public
     def check_external(self, inv_scale: Tensor) -> Tensor | None:
         """Check gradients that came by a plain backward, for a GradScaler of this library. Makes no FP32 ones.
 
@@ -1176,7 +1169,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         fractions = ("loss_scale", "grad_norm", "clip_factor")
         return {name: value if name in fractions else int(value) for name, value in numbers.items()}
 
-    @opaque
+    @public
     def master_params(self) -> Iterator[Tensor]:
         """What the wrapped optimizer steps, in param_groups order: masters.
 
@@ -1189,7 +1182,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return iter(list(self.params.masters))
         return self.masters.shown(self.params.all)
 
-    @opaque
+    @public
     def model_params(self) -> Iterator[Tensor]:
         """The model's parameters, in param_groups order; pairs with :meth:`master_params`."""
         models = {id(pair.master): pair.model for pair in self.params.all}
@@ -1230,8 +1223,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- phases of a run ---------------------------------------------------------------------------------------------
 
-    @opaque
-    @outside_inference
+    @public
     def offload(self) -> None:
         """Bring all that the engine keeps on the card to page-locked memory of the host, until :meth:`onload`.
 
@@ -1255,8 +1247,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._shelf.put(self._own_tensors())
             self.params.leave_memory()  # which the framework frees
 
-    @opaque
-    @outside_inference
+    @public
     def onload(self) -> None:
         """Bring back to the card what :meth:`offload` has brought to the host: the same bits. Syncs."""
         if self._is_away:
@@ -1278,7 +1269,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
-    @opaque
+    @public
     def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Plain tensors, numbers, strings, lists and dicts: ``torch.load(weights_only=True)`` reads them back.
 
@@ -1328,8 +1319,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """A parameter's state in FP32 under torch's names; with ``offload="cpu"`` on the host."""
         return state8.whole_entry(entry if self._offload is None else self._offload.saved(entry))
 
-    @opaque
-    @outside_inference
+    @public
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, or the wrapped class's own state_dict (from FP32 training).
 
@@ -1438,7 +1428,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.step_state.forget()
         self._round_all()
 
-    @opaque
+    @public
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """``model.state_dict()`` with FP32 masters in place of 16-bit parameters, under all their names.
 
@@ -1463,8 +1453,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 state[name] = made[id(value)]
         return state
 
-    @opaque
-    @outside_inference
+    @public
     def take_delta(self, model: torch.nn.Module) -> WeightDelta:
         """What changed in the model since the last call, or since it was wrapped; the next one begins here.
 
@@ -1501,8 +1490,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
             return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes, self._changes.source)
 
-    @opaque
-    @outside_inference
+    @public
     def refresh_masters(self) -> None:
         """Masters take the model parameters' values, for code that wrote the model in place. No host sync."""
         self._begin("refresh_masters")
@@ -1511,7 +1499,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 self.masters.refresh(pair)
         self.model_writes.record()
 
-    @opaque
+    @public
     def write_masters(self) -> None:
         """The model takes the masters' values, rounded, for code that wrote the masters in place. No host sync."""
         if self.step_state.is_stepping:

@@ -218,18 +218,6 @@ def fused_spec_for(cls: type) -> FusedStepSpec | None:
     return None
 
 
-def require_fused_spec(cls: type) -> FusedStepSpec:
-    """The spec of a class that had one when its optimizer was wrapped.
-
-    Raises:
-        ValueError: it has none: a copy was unpickled in a process where the class is not registered.
-    """
-    spec = fused_spec_for(cls)
-    if spec is None:
-        raise ValueError(f"{no_fused_step(cls)}. Call fp16opt.register_fused_step for it first.")
-    return spec
-
-
 def no_fused_step(cls: type) -> str:
     """That a class has no fused step, in words."""
     return f"{cls.__name__} is not exactly SGD, Adam or AdamW of torch.optim, Lion, or a registered class"
