@@ -383,16 +383,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
-            f"optimizer_state: {self.optimizer_state!r}{self._state_kept()}, offload: {self.offload_to!r}, "
+            f"optimizer_state: {self.optimizer_state!r}, offload: {self.offload_to!r}, "
             f"gradient_release: {self.gradient_release!r}\n"
             f"  step: {self._stepper.describe()}\n  memory: {self._measured()}\n)"
         )
-
-    def _state_kept(self) -> str:
-        """Which parameters keep FP32 state where 8 bits were asked for, because of how they are sharded."""
-        asked = self.params.all if self.optimizer_state == "8bit" else []
-        cut = [pair for pair in asked if state8.cut_within_blocks(pair.model)]
-        return f" (FP32 for {self.params.describe(cut)}: shards begin within blocks of 128)" if cut else ""
 
     def _summary(self) -> str:
         """Counts of the kinds of parameters."""
@@ -1109,7 +1103,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last ``step`` was skipped for non-finite gradients. Reading may sync with the device."""
         self.model_writes.warn_if_due()
-        return self.outcome.last_was_skipped
+        return bool(self.outcome.last)
 
     @property
     def skipped_steps(self) -> int:

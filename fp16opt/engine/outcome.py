@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,7 @@ class Outcome:
         log: what is logged after a skip.
         steps: how many were taken or skipped, but for those that a CUDA graph has replayed.
         all_or_nothing: as it was given.
+        last: whether the last step was skipped: decided, or the device's flag (float32, 0-dim), which the next writes.
         empty: how many steps have found no gradient, since one has.
         clipped: the norm before the last clip and its factor (float32, 0-dim).
         scale: the loss scale that the last step's gradients were made with (float32, 0-dim); None before the first.
@@ -118,19 +120,9 @@ class Outcome:
         self._skipped_on_device: Tensor | None = None
         self._given_up: Tensor | None = None
         self._last_on_device: Tensor | None = None
-        self._last: bool | Tensor = False
+        self.last: bool | Tensor = False
         self._kept: list[Tensor] = []
         self._flags: list[Tensor] | None = None
-
-    @property
-    def last(self) -> bool | Tensor:
-        """Whether the last step was skipped: decided, or the device's flag (float32, 0-dim), which the next writes."""
-        return self._last
-
-    @property
-    def last_was_skipped(self) -> bool:
-        """Syncs where the decision was taken on the device."""
-        return bool(self._last)
 
     @property
     def skipped_steps(self) -> int:
@@ -182,7 +174,7 @@ class Outcome:
 
     def nothing(self) -> None:
         """``step`` was called and there was nothing to step. No sync."""
-        self._last, self._flags = False, None
+        self.last, self._flags = False, None
         self.empty.in_a_row += 1
 
     def record(
@@ -211,26 +203,21 @@ class Outcome:
         self.steps, self._skipped_here = steps + 1, skipped_here + (skipped is True)
         self.log.taken = taken + (skipped is False)
         if isinstance(skipped, bool):
-            self._flags = [one.clone() for one in flags] if skipped else None
-            self._last = skipped
-            step.is_counted = True
-            for scaler, norm in check.norms:
-                scaler.see(norm)
-            for scaler, found in check.found:
-                update_scale(scaler, found)
-            return skipped
-        last, counted = self._memory(flags, skipped.device)
+            self._flags, self.last = [one.clone() for one in flags] if skipped else None, skipped
+        else:
+            outcome = self._memory(flags, skipped.device)
         step.is_counted = True
         for scaler, norm in check.norms:
             scaler.see(norm)
-        devices = [one.nonfinite.device for one in stats]
-        if not (devices and skipped.device == devices[0] and all(map(backends.are_compiled, devices))):
-            note(skipped, flags, self._kept, last, counted)
-            for scaler, found in check.found:
-                update_scale(scaler, found)
-            return last
-        self._record_on_device(check, skipped, flags, stats, (last, counted))
-        return last
+        if not isinstance(skipped, bool):
+            devices = [one.nonfinite.device for one in stats]
+            if devices and skipped.device == devices[0] and all(map(backends.are_compiled, devices)):
+                self._record_on_device(check, skipped, flags, stats, outcome)
+                return self.last
+            note(skipped, flags, self._kept, *outcome)
+        for scaler, found in check.found:
+            update_scale(scaler, found)
+        return self.last
 
     def _record_on_device(
         self,
@@ -249,18 +236,10 @@ class Outcome:
                 update_scale(scaler, found)
         else:
             single[0].generation += memory.settings is not None
-        for number, (one, bits, kept) in enumerate(zip(stats, flags, self._kept, strict=True)):
-            if number:
-                backends.close_step(stats=one, flags=bits, kept=kept)
-            else:
-                backends.close_step(
-                    stats=one,
-                    flags=bits,
-                    kept=kept,
-                    found_inf=skipped,
-                    outcome=outcome,
-                    scaler=(None, None, None) if memory is None else memory,
-                )
+        told: dict[str, Any] = {"found_inf": skipped, "outcome": outcome, "scaler": memory or (None, None, None)}
+        for one, bits, kept in zip(stats, flags, self._kept, strict=True):
+            backends.close_step(stats=one, flags=bits, kept=kept, **told)
+            told = {}  # the first device has it
 
     def _memory(self, flags: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
         """(the flag of the last step; the number of skipped steps) of steps that were not read yet.
@@ -270,7 +249,7 @@ class Outcome:
         self._flags = self._kept = room_for(flags, self._kept)
         if self._skipped_on_device is None or self._last_on_device is None:
             self._last_on_device, self._skipped_on_device = counters(device)
-        self._last = self._last_on_device
+        self.last = self._last_on_device
         return self._last_on_device, self._skipped_on_device
 
     def numbers(self) -> dict[str, float | Tensor]:
@@ -279,7 +258,7 @@ class Outcome:
         if self._skipped_on_device is not None:
             skipped = self._skipped_on_device + skipped
         given_up: float | Tensor = 0.0 if self._given_up is None else self._given_up
-        last = self._last.gt(0) if isinstance(self._last, Tensor) else self._last
+        last = self.last.gt(0) if isinstance(self.last, Tensor) else self.last
         flags = [] if self._flags is None or last is False else self._flags
         count = sum((one.ne(0).sum().to(flags[0].device) for one in flags), start=0 * last)
         steps = self._taken_before + (self._skipped_before if self.all_or_nothing else 0) + self.steps
@@ -293,7 +272,7 @@ class Outcome:
 
     def report(self, params: ParamTable) -> list[Overflow]:
         """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
-        if self._flags is None or not self.last_was_skipped:
+        if self._flags is None or not bool(self.last):
             return []
         bits = [0] * len(params)
         for group, flags in zip(params.devices, self._flags, strict=False):

@@ -650,10 +650,6 @@ class StateByParam(MutableMapping[Any, Any]):
         mine = self._key(key)
         return self._state.get(mine, default)
 
-    def pop(self, key: Any, *default: Any) -> Any:
-        """Take a parameter's state away, as a dict does."""
-        return self._state.pop(self._key(key), *default)
-
     def __setitem__(self, key: Any, value: Any) -> None:
         self._state[self._key(key)] = value
 

@@ -243,8 +243,6 @@ class Changes:
             region = _region("tensor", name, tensor)
             if pair is not None:
                 self._names[pair] = name
-                if pair not in self._known and name in self._known:  # it was in the model before it was trained
-                    self._known[pair] = self._known.pop(name)
             seen.append(_seen(name, tuple(tied), tensor, region, name if pair is None else pair))
         return seen
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...kernels import state8
 from ...kernels.pieces import WHOLE, Piece
-from ..dtensors import as_piece_of, cuts_of, is_sharded, local, piece_of, pieces
+from ..dtensors import as_piece_of, cuts_of, local, piece_of, pieces
 from ..fused_registry import FUNCTORS, CannotServe, FusedStepSpec, check_fp32_state, fused_spec_for, new_counter
 from ..schema import HOW_SAVED, check_form, check_outside, is_ours
 
@@ -56,12 +56,6 @@ def coded_piece(model: Tensor) -> Piece | None:
     if piece.unit:
         return piece
     return Piece(piece.offset, row, row) if row % state8.BLOCK and local(model).numel() else Piece(piece.offset)
-
-
-def cut_within_blocks(model: Tensor) -> bool:
-    """Whether it is only the mesh that has a parameter's state stay FP32."""
-    whole = torch.empty(model.shape, dtype=torch.float32, device="meta")
-    return is_sharded(model) and coded_piece(model) is None and coded_piece(whole) is not None
 
 
 def _begins_blocks(model: Tensor, dim: int, count: int) -> bool:
