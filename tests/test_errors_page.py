@@ -513,16 +513,6 @@ def halves_under_bf16() -> None:
     prepare("bf16", {"dynamic": True})
 
 
-def mixin_behind() -> None:
-    pytest.importorskip("transformers")
-    from transformers import Trainer
-
-    from fp16opt.integrations.transformers import MasterWeightsMixin
-
-    class Tuning(Trainer, MasterWeightsMixin):  # type: ignore[misc]
-        pass
-
-
 R, T, V, L = RuntimeError, TypeError, ValueError, None  # L: logged, not raised
 W = UserWarning
 
@@ -672,7 +662,7 @@ KINDS: dict[type[BaseException] | None, str] = {  # where it is no RuntimeError
     V: "never wrapped, meta, not in the model, "
     "offload of a CPU model, offload beside CPUOffloadPolicy, offload without kernels, offload on unified memory",
     W: "halves under a GradScaler, no gradients under a GradScaler",
-    T: "wrapped twice, mixin behind",
+    T: "wrapped twice",
     L: (
         "model written and taken, eps, no scale, halves outside of state, not in one pass, goes round, no gradients, "
         "sums without backward, too large, not finite, step stopped, calibrating, rare, in a row, loss not finite, "

@@ -502,13 +502,6 @@ HALVES_UNDER_BF16 = Line(
     weights need no autocast. Or load the model in BF16.""",
 )
 
-MIXIN_BEHIND = Refusal(
-    "mixin behind",
-    TypeError,
-    """{mine}: MasterWeightsMixin stands behind {trainer}, and would change nothing. Write class
-    {mine}(MasterWeightsMixin, {trainer}).""",
-)
-
 
 # -- On several ranks --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ...kernels import state8
 from ...kernels.pieces import WHOLE, Piece
 from ..dtensors import as_piece_of, cuts_of, local, piece_of, pieces
 from ..fused_registry import FUNCTORS, CannotServe, FusedStepSpec, check_fp32_state, fused_spec_for, new_counter
-from ..schema import HOW_SAVED, check_form, check_outside, is_ours
 
 LEAST, LEAST_ROW = 4096, 64
 """Elements from which on a parameter's state is kept in 8 bits: in all, and in one index of its first dimension."""
@@ -288,45 +287,6 @@ def _state_in(state_dict: Any) -> Mapping[Any, Any]:
     inner = state_dict.get("optimizer", state_dict) if isinstance(state_dict, Mapping) else None
     state = inner.get("state") if isinstance(inner, Mapping) else None
     return state if isinstance(state, Mapping) else {}
-
-
-def optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plain optimizer of the wrapped class loads, out of a state_dict of `MixedPrecisionOptimizer`.
-
-    For leaving: the model's weights in FP32 are ``opt.fp32_state_dict(model)``, and this is the optimizer's state over
-    them. Does not sync.
-
-    Args:
-        state_dict: what ``state_dict()`` of a `MixedPrecisionOptimizer` returned, or a plain state_dict of torch.optim.
-
-    Returns:
-        ``{'state': ..., 'param_groups': ...}``, state in FP32 where the parameter was 16-bit; of a class with a
-        state_dict of another form, that form. Not a copy: it is the entry of ``state_dict``, and a plain state_dict
-        comes back as it is.
-
-    Raises:
-        TypeError: ``state_dict`` or a part of it is of another type.
-        ValueError: it is neither of the two; names what is lacking.
-
-    Example:
-        >>> import fp16opt
-        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-        >>> opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5, momentum=0.9))
-        >>> opt.backward(weight.float().sum())
-        >>> opt.step()
-        >>> plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
-        >>> plain.load_state_dict(fp16opt.optimizer_state(opt.state_dict()))
-        >>> plain.state_dict()["state"][0]["momentum_buffer"], plain.param_groups[0]["lr"]
-        (tensor([1., 1.]), 0.5)
-    """
-    state_dict = expanded(state_dict, ())
-    check_outside(state_dict)
-    found: Any = state_dict["optimizer"] if is_ours(state_dict) else state_dict
-    if not isinstance(found, Mapping):
-        raise TypeError(f"optimizer must be a dict, got {type(found).__name__}. {HOW_SAVED}")
-    if found is state_dict or not found or "state" in found or "param_groups" in found:
-        check_form(found)
-    return cast("dict[str, Any]", found)
 
 
 def _check_saved(entry: Any, label: str) -> None:
