@@ -21,7 +21,6 @@ from .engine.arguments import (
     check_scaler,
     make_scaler,
     named,
-    naming_loss_scale,
 )
 from .engine.attributes import convert_attributes
 from .engine.config import Config, GradAccumulation, MasterWeights, OffloadTo, OnModelWrite, OptimizerState
@@ -1096,8 +1095,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.settle("loss_scale = ...")
         if self.step_state.waits_for_step():
             raise errors.SCALE_SET()
-        with naming_loss_scale():
-            self.scaler.set_scale(value)
+        self.scaler.set_scale(value)
 
     @property
     def step_was_skipped(self) -> bool:

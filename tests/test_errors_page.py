@@ -82,13 +82,6 @@ def written() -> None:
     one.opt.step()
 
 
-def written_after_the_fold() -> None:
-    one = Training(dynamic=True, grad_accumulation="fp32")
-    one.opt.backward(one.loss())
-    one.model.fc.weight.grad = torch.ones_like(one.model.fc.weight)
-    one.opt.step()
-
-
 def folded() -> None:
     one = Training(dynamic=True, grad_accumulation="fp32")
     one.opt.backward(one.loss())

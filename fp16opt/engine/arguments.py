@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -29,21 +28,9 @@ def make_scaler(dynamic: bool, loss_scale: float | None, scaler: LossScaler | No
         return scaler
     if dynamic:
         return DynamicLossScaler()
-    with naming_loss_scale():
-        made = StaticLossScaler(1.0 if loss_scale is None else loss_scale)
+    made = StaticLossScaler(1.0 if loss_scale is None else loss_scale)
     made.is_default = loss_scale is None
     return made
-
-
-@contextlib.contextmanager
-def naming_loss_scale() -> Iterator[None]:
-    """What a scaler's own check says of its ``scale`` is said of ``loss_scale``, as the user has it."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if not str(error).startswith("scale "):
-            raise
-        raise type(error)(f"loss_{error}") from None
 
 
 def check_scaler(scaler: object) -> None:

@@ -2,7 +2,7 @@
 
 Where it is raised or logged, a row gets what is known there::
 
-    raise errors.WRITTEN_AFTER_THE_FOLD(names=describe(names))
+    raise errors.MODEL_WRITTEN(names=describe(names))
     lines.tell(errors.NO_GRADIENTS, names=describe(names), once=True)
 
 A line break in a text is a space. A sentence that not every message of a row has is a string of its own, above the row.
@@ -71,14 +71,6 @@ WRITTEN = Refusal(
     "written",
     RuntimeError,
     "the model's gradients were written after {since}: {names}. " + _HOW_TO_WRITE,
-)
-
-WRITTEN_AFTER_THE_FOLD = Refusal(
-    "written after the fold",
-    RuntimeError,
-    """the model's gradients were written after they were folded into FP32 sums: {names}. Edit the sums, which are
-    the gradients of opt.master_params(), or clip by clip_master_grads(max_norm). To have a backward count, run it by
-    backward(loss) of this optimizer. To give the step up, call opt.zero_grad().""",
 )
 
 FOLDED = Refusal(

@@ -202,7 +202,7 @@ class StepState(abc.ABC):
         stage = self.stage
         names = describe([self.params.names[i] for i in written])
         if self.is_sum:
-            raise errors.WRITTEN_AFTER_THE_FOLD(names=names)
+            raise errors.FOLDED(name=f": {names}")
         if stage.scale.by.is_grad_scaler:
             raise errors.CLIPPED_THE_MODEL(names=names)
         moved = [grads[i] for i in written]
