@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -49,7 +50,7 @@ from .engine.one_pass import OnePassStep, check_one_pass
 from .engine.outcome import Outcome, read_at_once
 from .engine.params import HALF_DTYPES, ParamPair, ParamTable, StateByParam, labelled
 from .engine.passes import Gradients
-from .engine.ranks import Digest, Facts
+from .engine.ranks import Facts
 from .engine.schema import is_ours
 from .engine.stage import BackwardScale, Check, Ready, ScaledBy
 from .engine.step import Step
@@ -286,11 +287,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Make the components that hold gradients. A copy or pickle is made without them, and makes its own here."""
         me = weakref.ref(self)
         self._guard = WrappedOptimizerGuard(self.optimizer)
-        facts = _weakly(me, MixedPrecisionOptimizer._facts, Facts([], []))
+        facts = _weakly(me, parallel.facts, Facts([], []))
         round_down = _weakly(me, MixedPrecisionOptimizer._round_all, None)
         ranks = parallel.ranks_of(self.optimizer, self.params, self._names, facts, round_down)
         self.gradients = Gradients(self.params, self.masters)
-        sums, scaler = self.grad_accumulation == "fp32", _weakly(me, _scaler_of, self.scaler)
+        sums, scaler = self.grad_accumulation == "fp32", _weakly(me, operator.attrgetter("scaler"), self.scaler)
         parts = self.params, self.gradients, scaler, self.device, sums, ranks
         self.step_state: StepState
         self._stepper: OnePassStep | WrappedStep | ReleasedStep
@@ -552,7 +553,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.step_state.follow_params(came_from, is_thaw)
         own_masters(self.params, self._true_gradients, self.masters.mixed_in)
         if self.params.has_dtensors:  # ask anew who must hear of overflows and norms
-            facts = _weakly(weakref.ref(self), MixedPrecisionOptimizer._facts, Facts([], []))
+            facts = _weakly(weakref.ref(self), parallel.facts, Facts([], []))
             asked = functools.partial(parallel.ranks_of, self.optimizer, self.params, self._names, facts, lambda: None)
             self.step_state.ranks = self.step_state.ranks.followed_by(asked)
 
@@ -1073,7 +1074,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _after_step(self, check: Check, skipped: bool | Tensor) -> None:
         """Tell other ranks, and the log, of a step that is over."""
         if not self.step_state.replicas.alone:
-            self.step_state.replicas.after_step(skipped, self._digest)
+            self.step_state.replicas.after_step(skipped, lambda: parallel.digest(self))
         self._log_step(check, skipped)
 
     def _log_step(self, check: Check, skipped: bool | Tensor, raises: bool = True) -> None:
@@ -1514,20 +1515,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         with torch.no_grad():
             for group in self.params.devices:
                 self.masters.round_down(group)
-
-    # -- on several ranks --------------------------------------------------------------------------------------------
-
-    def _facts(self) -> Facts:
-        """What must be the same on several ranks."""
-        return parallel.facts(self)
-
-    def _digest(self) -> Digest:
-        """What ranks that share gradients hold alike."""
-        return parallel.digest(self)
-
-
-def _scaler_of(optimizer: MixedPrecisionOptimizer) -> LossScaler:
-    return optimizer.scaler
 
 
 def _weakly(me: weakref.ref[Any], method: Callable[..., Any], without: Any) -> Callable[..., Any]:

@@ -274,20 +274,15 @@ def _own(value: Any, widens: bool) -> Any:
             return copied(value)
         made = value.detach().to(torch.float32)
         return made if type(value) in (Tensor, torch.nn.Parameter) else copied(made)
-    return _walk(value, lambda item: _own(item, widens))
+    if isinstance(value, Mapping):
+        return {key: _own(item, widens) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return _rebuilt(value, [_own(item, widens) for item in value])
+    return value
 
 
 def _own_dict(state_dict: Mapping[str, Any], widens: bool) -> dict[str, Any]:
     return {key: _own(value, widens) if key == "state" else copy.deepcopy(value) for key, value in state_dict.items()}
-
-
-def _walk(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """``value`` rebuilt with ``leaf`` of each item if it is a dict, list or tuple; else the object itself."""
-    if isinstance(value, Mapping):
-        return {k: leaf(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return _rebuilt(value, [leaf(v) for v in value])
-    return value
 
 
 def _rebuilt(like: Any, values: list[Any]) -> Any:

@@ -56,7 +56,8 @@ class RefusesWrites:
         name = getattr(func, "__name__", "")
         if _writes_in_place(name) or "out" in given:
             written = [given["out"]] if "out" in given else list(args[:1])
-            if any(isinstance(one, RefusesWrites) for one in _flat(written)):
+            flat = [part for one in written for part in (one if isinstance(one, list | tuple) else [one])]
+            if any(isinstance(part, RefusesWrites) for part in flat):
                 raise errors.SPLIT_MASTER_WRITTEN(operation=name)
         return torch._C._disabled_torch_function_impl(func, types, args, given)
 
@@ -66,14 +67,6 @@ def _writes_in_place(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
     return name.endswith("_") and name not in ("requires_grad_", "detach_")
-
-
-def _flat(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
 
 
 class SplitMasters(Masters):

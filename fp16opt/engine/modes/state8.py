@@ -74,10 +74,6 @@ def _limit(group: Mapping[str, Any]) -> float:
     return state8.ratio_limit(float(beta1), float(beta2))
 
 
-def _moments(_: dict[str, Any]) -> tuple[str, ...]:
-    return ("step", *_MOMENTS)
-
-
 def _room_for_codes(model: Tensor, names: Sequence[str], device: torch.device | None = None) -> dict[str, Any]:
     """Codes of zeros, laid out as ``model``, their scales, and the length of units, under these names."""
     device = device or local(model).device
@@ -127,10 +123,6 @@ def _convert_moments(state: dict[str, Any], group: dict[str, Any], model: Tensor
 
 
 # -- SGD ---------------------------------------------------------------------------------------------------------------
-
-
-def _momentum(_: dict[str, Any]) -> tuple[str, ...]:
-    return _MOMENTUM
 
 
 def _make_momentum(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
@@ -199,9 +191,9 @@ class EightBitSpec(FusedStepSpec):
     @functools.cached_property
     def _coded(self) -> FusedStepSpec:
         if self._is_sgd:
-            parts: dict[str, Any] = {"state_names": _momentum, "make_state": _make_momentum}
+            parts: dict[str, Any] = {"state_names": lambda _: _MOMENTUM, "make_state": _make_momentum}
         else:
-            parts = {"state_names": _moments, "make_state": _make_moments}
+            parts = {"state_names": lambda _: ("step", *_MOMENTS), "make_state": _make_moments}
         return dataclasses.replace(self, step=state8.named_step, check_state=_check_codes, piece=coded_piece, **parts)
 
     def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
