@@ -434,13 +434,11 @@ class ParamTable:
             if pair.name == numbered(pair.group, pair.index):
                 pair.name = names.get(id(pair.model), pair.name)
         self.names = [pair.name for pair in self.all]
-        unnamed = {id(p): names[id(p)] for p, called in self._elsewhere() if called == ELSEWHERE and id(p) in names}
+        others = zip(self.elsewhere, self.called_elsewhere, strict=True)
+        unnamed = {id(p): names[id(p)] for p, called in others if called == ELSEWHERE and id(p) in names}
         self.hold_elsewhere(self.elsewhere, unnamed)
         if all(id(param) in names for param in self.elsewhere):
             self.names_elsewhere = list(self.called_elsewhere)  # chosen as those of pairs are
-
-    def _elsewhere(self) -> list[tuple[Tensor, str]]:
-        return list(zip(self.elsewhere, self.called_elsewhere, strict=True))
 
     def indices(self) -> list[tuple[int, int]]:
         """(group, index) of each pair."""
