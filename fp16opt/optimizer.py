@@ -518,7 +518,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self.params.has_changed(groups):
             self._follow_groups(groups, gives_up)
         elif self.params.unmastered and self.params.thawed():
-            self.model_writes.settle()
             came_from = [n if pair.has_master else None for n, pair in enumerate(self.params.all)]
             self.params.sync(groups, self._names, self._adopt)
             convert_attributes(self.inner, self.params, self.lines)
@@ -535,7 +534,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if gives_up:
             self._count_given_up()  # while its stage is there
         self.model_writes.write_edited()  # while those that leave are known
-        self.model_writes.settle()
         before = {id(pair): position for position, pair in enumerate(self.params.all)}
         gone = self.params.sync(groups, self._names, self._adopt)
         unmark([pair.model for pair in gone])

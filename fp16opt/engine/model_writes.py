@@ -106,10 +106,31 @@ class ModelWrites:
                     record.layout, record.strides = self.params.layout, _strides(group)
 
     def follow_params(self) -> None:
-        """Parameters or masters came or went, after :meth:`settle`. Masters that the user has written stay noted."""
-        written = set(self._written_masters)
+        """Parameters or masters came or went. Writes to others that were not noticed yet stay to be noticed."""
+        self.sample_accepted()
+        kept = {
+            id(pair.model): (
+                pair.master,
+                record.then[row].clone(),
+                record.strides[row],
+                self._model_versions[position],
+                self._master_versions[position],
+                position in self._written_masters,
+            )
+            for group, record in zip(self._groups, self._records, strict=True)
+            for row, (position, pair) in enumerate(zip(group.positions, group.pairs, strict=True))
+            if group.apart_models[row] is not None
+        }
         self.record()
-        self._written_masters |= written
+        for group, record in zip(self.params.devices, self._records, strict=True):
+            for row, (position, pair) in enumerate(zip(group.positions, group.pairs, strict=True)):
+                before = kept.get(id(pair.model))
+                if before is None or before[0] is not pair.master:
+                    continue
+                _, record.then[row], record.strides[row], *counted, is_written = before
+                self._model_versions[position], self._master_versions[position] = counted
+                if is_written:
+                    self._written_masters.add(position)
 
     def count_anew(self) -> None:
         """Tensors were copied, and their version counters are new. Masters that the user wrote before stay noted."""
@@ -212,12 +233,6 @@ class ModelWrites:
                 self._follow_policy(written)
                 counted = versions(self.params.models)
         self._model_versions = counted
-
-    def settle(self) -> None:
-        """Parameters or masters are about to come or go: what other code has written is taken, masters' edits noted."""
-        self.params.verify_moved()
-        self.sync()
-        self.see_masters()
 
     def _follow_policy(self, written: list[ParamPair]) -> None:
         if self.policy == "error":
