@@ -105,8 +105,8 @@ NOT_CLEARED = Refusal(
 UNDONE = Refusal(
     "undone",
     RuntimeError,
-    """{call} was called after {what}, which it would undo. Run the backwards of a step first, then unscale_, and
-    clip opt.master_params() last; or call step() or opt.zero_grad() first.""",
+    """{call} was called after {what}, which it would undo. Do so after the last backward of a step: unscale_ there, and
+    clip opt.master_params() then; or call step() or opt.zero_grad() first.""",
 )
 
 EDITED = "master gradients were clipped or edited"
