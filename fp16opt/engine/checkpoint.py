@@ -29,7 +29,6 @@ from .schema import (
     check_outside,
     is_ours,
     is_torch_class,
-    lacks,
 )
 from .snapshot import Snapshot, copied
 
@@ -167,9 +166,7 @@ def _load_optimizer(
     """
     adapted = _adapts(optimizer)
     lists = [group["params"] for group in optimizer.param_groups]
-    settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
-    standard = is_torch_class(optimizer)
-    how = _How(standard, keeps_dtypes, where)
+    how = _How(is_torch_class(optimizer), keeps_dtypes, where)
     widens = not keeps_dtypes and not all(p.dtype in HALF_DTYPES for params in lists for p in params)
     final: dict[str, Any] = {}
 
@@ -203,13 +200,8 @@ def _load_optimizer(
             f"optimizer: {type(optimizer).__name__}.load_state_dict left groups of {left} params where {sizes} were. "
             "Construct the optimizer over the parameters and groups that it was saved with."
         )
-    for number, (group, params) in enumerate(zip(optimizer.param_groups, lists, strict=True)):
+    for group, params in zip(optimizer.param_groups, lists, strict=True):
         group["params"] = params
-        if not standard:
-            continue
-        lacking = sorted(settings[number] - set(group))
-        if lacking:
-            raise lacks(f"optimizer, group {number}", lacking)
 
 
 def _without_memory(value: Any, key: object = None) -> Any:

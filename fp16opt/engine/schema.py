@@ -53,7 +53,6 @@ _LATE_SETTINGS = frozenset(
 )
 _FLAGS = _LATE_SETTINGS | {"centered"}  # True or False; 1 and 0 mean the same
 _CHOSEN_BY_TORCH = frozenset({"foreach", "fused"})  # flags that may also be None
-_COUNTS = frozenset({"history_size", "max_eval", "max_iter", "ns_steps"})  # lengths and repeats: ints, and no tensors
 _MAY_BE_INF = frozenset({"d", "step_sizes", "t0"})  # bounds and a beginning: inf means that there is none
 
 HOW_SAVED = "Pass what state_dict() of this class returned (of a saved checkpoint, the entry that holds it)."
@@ -240,9 +239,6 @@ def _check_settings(group: Mapping[str, Any], where: str, optimizer: Optimizer) 
         cls([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {cls.__name__} refuses what it was set to: {error}. {HOW_SAVED}") from error
-    names = group.get("param_names")
-    if names is not None and (not isinstance(names, list | tuple) or len(names) != len(group["params"])):
-        raise ValueError(f"{where}: param_names must be a list of {len(group['params'])} names. {HOW_SAVED}")
 
 
 def _fits(key: str, like: object, always: object, saved: Any) -> bool:
@@ -254,8 +250,6 @@ def _fits(key: str, like: object, always: object, saved: Any) -> bool:
     """
     if key in _FLAGS:
         return (saved is None and key in _CHOSEN_BY_TORCH) or (isinstance(saved, int) and saved in (0, 1))
-    if key in _COUNTS:
-        return isinstance(saved, int) and not isinstance(saved, bool) and 0 <= saved < 2**63
     if saved is None:
         return like is None or always is None
     if isinstance(like, list | tuple):
@@ -343,7 +337,8 @@ def _check_tensor(key: object, value: object, shape: tuple[int, ...], name: str,
             f"{name}: {key} must have shape {list(shape)}, got {list(value.shape)}. "
             "Build the model as it was when the checkpoint was saved."
         )
-    if not value.is_floating_point():
-        raise ValueError(f"{name}: {key} must be a floating tensor, got {value.dtype}. {HOW_SAVED}")
-    if value.layout != torch.strided and not may_be_sparse:  # SGD's momentum of sparse gradients is sparse
-        raise ValueError(f"{name}: {key} must be a dense tensor, got {value.layout}. {HOW_SAVED}")
+    is_dense = value.layout == torch.strided or may_be_sparse  # as SGD's momentum of sparse gradients
+    if not (value.is_floating_point() and is_dense):
+        raise ValueError(
+            f"{name}: {key} must be a dense floating tensor, got {value.dtype}, {value.layout}. {HOW_SAVED}"
+        )
