@@ -88,12 +88,8 @@ def named(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[tuple[s
         >>> [name for name, _ in named([("module._orig_mod.weight", torch.ones(1)), ("module.bias", torch.ones(1))])]
         ['weight', 'bias']
     """
-    if not (named_parameters is None or isinstance(named_parameters, Iterable)):
-        raise TypeError(
-            f"named_parameters: expected (name, parameter) pairs, got {type(named_parameters).__name__}. "
-            "Pass model.named_parameters()."
-        )
-    pairs = list(named_parameters or ())
+    given = [] if named_parameters is None else named_parameters
+    pairs = list(given) if isinstance(given, Iterable) else [given]
     for pair in pairs:
         if not (
             isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)

@@ -19,17 +19,6 @@ from ..scaling import LossScaler
 from . import errors
 from .ranks import Origin
 
-__all__ = [
-    "Lines",
-    "Overflow",
-    "SkipLog",
-    "blamed",
-    "describe",
-    "overflows_from_flags",
-    "warn_cast",
-    "warn_model_write",
-]
-
 logger = logging.getLogger("fp16opt")
 
 _MANY = 3  # skips in a row from which on they are no rare overflows
