@@ -7,7 +7,6 @@ from .delta_patches import WeightPatch
 from .deltas import WeightDelta, digests
 from .engine.diagnostics import Overflow
 from .engine.fused_registry import register_fused_step, register_one_pass
-from .engine.modes.state8 import optimizer_state
 from .grad_scaler import GradScaler
 from .memory import Memory
 from .optimizer import MixedPrecisionOptimizer
@@ -18,6 +17,7 @@ from .tools import reports as reports
 from .tools.averaging import AveragedMasters, ema
 from .tools.certify import Check, Report, certify
 from .tools.foreign import Loaded, load_foreign
+from .tools.plain_state import optimizer_state
 from .tools.plan import plan
 from .tools.reports import Diagnosis, Monitor, Preflight, PreflightFinding, check, diagnose
 

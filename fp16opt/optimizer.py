@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -20,8 +22,6 @@ from .engine.arguments import (
     check_scaler,
     make_scaler,
     named,
-    naming_loss_scale,
-    open_group,
 )
 from .engine.attributes import convert_attributes
 from .engine.config import Config, GradAccumulation, MasterWeights, OffloadTo, OnModelWrite, OptimizerState
@@ -34,10 +34,10 @@ from .engine.diagnostics import (
 )
 from .engine.dtensors import raw_grad
 from .engine.folded import unmark
-from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec, steps_on_device
+from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, steps_on_device
 from .engine.gradients import StepState
 from .engine.look import Look
-from .engine.masters import Masters, NoMasters, on_memory_of, own_masters
+from .engine.masters import Masters, NoMasters, on_memory_of, ordinary_parameters, own_masters
 from .engine.missing_scale import WayToScale, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
 from .engine.modes import state8
@@ -51,7 +51,7 @@ from .engine.one_pass import OnePassStep, check_one_pass
 from .engine.outcome import Outcome, read_at_once
 from .engine.params import HALF_DTYPES, ParamPair, ParamTable, StateByParam, labelled
 from .engine.passes import Gradients
-from .engine.ranks import Digest, Facts
+from .engine.ranks import Facts
 from .engine.schema import is_ours
 from .engine.stage import BackwardScale, Check, Ready, ScaledBy
 from .engine.step import Step
@@ -91,11 +91,6 @@ _NOT_COPIED = (
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def opaque(method: Method) -> Method:
-    """Hide a method from ``torch.compile``, as torch.optim hides its own: it runs as it is, between compiled graphs."""
-    return cast(Method, torch._disable_dynamo(method))  # type: ignore[attr-defined]
-
-
 def outside_inference(method: Method) -> Method:
     """Have a method make ordinary tensors, also where it is called under ``torch.inference_mode``."""
 
@@ -110,8 +105,8 @@ def outside_inference(method: Method) -> Method:
 
 
 def public(method: Method) -> Method:
-    """What users call: hidden from ``torch.compile``, and outside of inference mode."""
-    return opaque(outside_inference(method))
+    """A call of the user's, which makes ordinary tensors, and runs between what ``torch.compile`` makes graphs of."""
+    return cast(Method, torch._disable_dynamo(outside_inference(method)))  # type: ignore[attr-defined]
 
 
 def between_hooks(step: Method) -> Method:
@@ -136,7 +131,7 @@ def between_hooks(step: Method) -> Method:
                 self.__dict__.pop(name, None)
             raise
 
-    hidden = opaque(call)
+    hidden = torch._disable_dynamo(call)  # type: ignore[attr-defined]
     hidden.hooked = True  # type: ignore[attr-defined]  # by this torch knows that a step has its wrapper
     return cast(Method, hidden)
 
@@ -294,11 +289,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Make the components that hold gradients. A copy or pickle is made without them, and makes its own here."""
         me = weakref.ref(self)
         self._guard = WrappedOptimizerGuard(self.optimizer)
-        facts = _weakly(me, MixedPrecisionOptimizer._facts, Facts([], []))
+        facts = _weakly(me, parallel.facts, Facts([], []))
         round_down = _weakly(me, MixedPrecisionOptimizer._round_all, None)
         ranks = parallel.ranks_of(self.optimizer, self.params, self._names, facts, round_down)
         self.gradients = Gradients(self.params, self.masters)
-        sums, scaler = self.grad_accumulation == "fp32", _weakly(me, _scaler_of, self.scaler)
+        sums, scaler = self.grad_accumulation == "fp32", _weakly(me, operator.attrgetter("scaler"), self.scaler)
         parts = self.params, self.gradients, scaler, self.device, sums, ranks
         self.step_state: StepState
         self._stepper: OnePassStep | WrappedStep | ReleasedStep
@@ -391,16 +386,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
-            f"optimizer_state: {self.optimizer_state!r}{self._state_kept()}, offload: {self.offload_to!r}, "
+            f"optimizer_state: {self.optimizer_state!r}, offload: {self.offload_to!r}, "
             f"gradient_release: {self.gradient_release!r}\n"
             f"  step: {self._stepper.describe()}\n  memory: {self._measured()}\n)"
         )
-
-    def _state_kept(self) -> str:
-        """Which parameters keep FP32 state where 8 bits were asked for, because of how they are sharded."""
-        asked = self.params.all if self.optimizer_state == "8bit" else []
-        cut = [pair for pair in asked if state8.cut_within_blocks(pair.model)]
-        return f" (FP32 for {self.params.describe(cut)}: shards begin within blocks of 128)" if cut else ""
 
     def _summary(self) -> str:
         """Counts of the kinds of parameters."""
@@ -436,9 +425,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
         self._names = {}
-        if self.config.required_by:
-            require_fused_spec(type(self.inner))
         self._spec = state8.spec_of(self.optimizer_state, type(self.inner))
+        check_one_pass(self.config, self.inner, self._spec, [], {})
         self._begin_offload(self.params.with_models(self.inner.param_groups))
         if self._offload is not None:
             for pair in self.params.all:
@@ -462,15 +450,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         parallel.refuse_on_zero(self.optimizer, "add_param_group", "Add groups to it before it is wrapped.")
         self._begin("add_param_group")
         self.step_state.require_open(strictly=True)
-        group, params, names = open_group(param_group)
-        number = len(self.optimizer.param_groups)
-        names = {**self._names, **names}
-        new = {**group, "params": params}
-        self.params.check_new_group(new, number, names)
-        check_one_pass(self.config, self.inner, self._spec, [{**self.defaults, **new}], names, number)
-        self.optimizer.add_param_group(group)
-        self._names = names
-        self._begin("add_param_group")
+        groups = self.optimizer.param_groups
+        there = list(groups)
+        self.optimizer.add_param_group(param_group)
+        try:
+            self._begin("add_param_group")
+        except BaseException:
+            groups[:] = there
+            raise
 
     # -- the look with which every call begins ----------------------------------------------------------------------
 
@@ -571,7 +558,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.step_state.follow_params(came_from, is_thaw)
         own_masters(self.params, self._true_gradients, self.masters.mixed_in)
         if self.params.has_dtensors:  # ask anew who must hear of overflows and norms
-            facts = _weakly(weakref.ref(self), MixedPrecisionOptimizer._facts, Facts([], []))
+            facts = _weakly(weakref.ref(self), parallel.facts, Facts([], []))
             asked = functools.partial(parallel.ranks_of, self.optimizer, self.params, self._names, facts, lambda: None)
             self.step_state.ranks = self.step_state.ranks.followed_by(asked)
 
@@ -591,7 +578,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             parallel.refuse_on_zero(self.optimizer, f"{name}()", "Use FSDP2, or an optimizer without it.")
             self._begin(f"{name}()")
             self.model_writes.sync()
-            with self._guard.open(), self.masters.at_hand(self.params):
+            whole = self.masters.are_whole  # split ones refuse to be written
+            with self._guard.open(), ordinary_parameters(self.params) if whole else contextlib.nullcontext():
                 switch()
             self._round_all()
 
@@ -969,12 +957,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def check_external_scale(self) -> None:
         """Raise ``RuntimeError`` where a GradScaler can't be the one that scales, with both ways out."""
-        state = self.step_state
-        made_here = state.is_own
-        if state.is_one() and not made_here:
-            return
-        refusal = errors.SCALED_HERE_AND_THERE if made_here else errors.TWO_SCALES
-        raise refusal(scale=self.loss_scale)
+        made_here = self.step_state.is_own
+        if made_here or not self.step_state.is_one():
+            raise errors.TWO_SCALES(scale=self.loss_scale, made=errors.MADE_HERE if made_here else "")
 
     @public
     def check_external(self, inv_scale: Tensor) -> Tensor | None:
@@ -1100,7 +1085,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _after_step(self, check: Check, skipped: bool | Tensor) -> None:
         """Tell other ranks, and the log, of a step that is over."""
         if not self.step_state.replicas.alone:
-            self.step_state.replicas.after_step(skipped, self._digest)
+            self.step_state.replicas.after_step(skipped, lambda: parallel.digest(self))
         if self.outcome.before is not None:
             self.outcome.tell(skipped, self.scaler, check, self.params, "found_inf" in self.__dict__)
 
@@ -1116,14 +1101,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.settle("loss_scale = ...")
         if self.step_state.waits_for_step():
             raise errors.SCALE_SET()
-        with naming_loss_scale():
-            self.scaler.set_scale(value)
+        self.scaler.set_scale(value)
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last ``step`` was skipped for non-finite gradients. Reading may sync with the device."""
         self.model_writes.warn_if_due()
-        return self.outcome.last_was_skipped
+        return bool(self.outcome.last)
 
     @property
     def skipped_steps(self) -> int:
@@ -1371,15 +1355,17 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         masters = list(self.params.apart)  # their shapes: of split ones values are not made
         for position in thawed:  # they get a master if all fits
             masters[position] = self.params.models[position]
-        plan = check(lambda: self._plan(state_dict, masters))
+        names, scaler = self.params.names, self.scaler
+        check(lambda: checkpoint.check(state_dict, self.inner, masters, names, scaler))
         check(lambda: self._check_loaded(state_dict))
         if thawed:
             self.params.give_masters([self.params.all[i] for i in thawed], self.inner.param_groups, self._adopt)
             self._params_changed([None if n in thawed else n for n in range(len(self.params))], is_thaw=True)
-        if not plan.has_masters:  # else weights that were loaded just before would be undone below
+        if not is_ours(state_dict):  # else weights that were loaded just before would be undone below
             self.model_writes.sync()
         there = {master: dict(entry) for master, entry in self.inner.state.items() if isinstance(entry, dict)}
-        plan.apply(self._convert_loaded, lambda: self._finish_load(plan, state_dict, there))
+        steps = self._convert_loaded, lambda: self._finish_load(state_dict, there)
+        checkpoint.load(state_dict, self.inner, names, scaler, *steps, where=self.saved_on)
 
     def _decoded(self, state_dict: Any) -> Any:
         """A checkpoint with FP32 state in place of codes, of which the optimizer can make its own.
@@ -1409,16 +1395,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         ]
         check_one_pass(self.config, self.inner, self._spec, groups, self._names)
 
-    def _plan(self, state_dict: Any, masters: list[Tensor | None]) -> checkpoint.LoadPlan:
-        return checkpoint.plan_load(
-            state_dict,
-            optimizer=self.inner,
-            masters=masters,
-            names=self.params.names,
-            scaler=self.scaler,
-            where=self.saved_on,
-        )
-
     def _convert_loaded(self) -> None:
         """Loaded state comes to the form in which it is kept."""
         self.masters.lay_out(self.params.all, self.inner.state)
@@ -1434,22 +1410,18 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             if self._offload is not None and pair.master in self.inner.state:
                 self._offload.bring(self.inner.state[pair.master], there.get(pair.master, {}), pair.model)
 
-    def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any], there: dict[Any, Any]) -> None:
+    def _finish_load(self, state_dict: dict[str, Any], there: dict[Any, Any]) -> None:
         """Masters and counts of a checkpoint that has them are taken, and the model follows.
 
         Args:
             there: the optimizer's state before, whose memory on the host is used again.
         """
         self._bring_state(there)
-        with torch.no_grad():
-            found = zip(self.params.all if plan.has_masters else (), plan.masters, strict=True)
-            given = [(pair, saved) for pair, saved in found if saved is not None]
-            if self.masters.are_whole:
-                self.masters.write([pair for pair, _ in given], [saved for _, saved in given])
-            else:  # one after the other: values of all would take the memory that split masters save
-                for pair, saved in given:
-                    self.masters.write([pair], [self.masters.read([pair])[0].copy_(saved)])
-        if plan.has_masters:
+        if is_ours(state_dict):
+            for pair, saved in zip(self.params.all, state_dict["masters"], strict=True):
+                if saved is not None:  # one by one: FP32 values of all would take the memory that split masters save
+                    value = saved if self.masters.are_whole else self.masters.read([pair])[0].copy_(saved)
+                    self.masters.write([pair], [value])
             self.outcome.steps_taken = state_dict.get("steps", 0)
             self.outcome.skipped_steps = state_dict.get("skipped_steps", 0)
         self.params.changed()
@@ -1548,20 +1520,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         with torch.no_grad():
             for group in self.params.devices:
                 self.masters.round_down(group)
-
-    # -- on several ranks --------------------------------------------------------------------------------------------
-
-    def _facts(self) -> Facts:
-        """What must be the same on several ranks."""
-        return parallel.facts(self)
-
-    def _digest(self) -> Digest:
-        """What ranks that share gradients hold alike."""
-        return parallel.digest(self)
-
-
-def _scaler_of(optimizer: MixedPrecisionOptimizer) -> LossScaler:
-    return optimizer.scaler
 
 
 def _weakly(me: weakref.ref[Any], method: Callable[..., Any], without: Any) -> Callable[..., Any]:

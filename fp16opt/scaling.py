@@ -169,7 +169,7 @@ class StaticLossScaler(LossScaler):
     dynamic = False
 
     def __init__(self, scale: float = 1.0) -> None:
-        value = _scale_number("scale", scale)
+        value = _scale_number("loss_scale", scale)
         self.generation = 0
         self._scale = torch.tensor(value, dtype=torch.float32, device="cpu")
         self._skips = torch.zeros((), dtype=torch.int32, device="cpu")
@@ -187,7 +187,7 @@ class StaticLossScaler(LossScaler):
 
     def set_scale(self, value: float) -> None:
         """Set the scale. Raises ValueError where it is out of range. Does not sync."""
-        self._scale.fill_(_scale_number("scale", value))
+        self._scale.fill_(_scale_number("loss_scale", value))
         self.generation += 1
 
     def update(self, found_inf: Tensor) -> None:
@@ -379,7 +379,7 @@ class DynamicLossScaler(LossScaler):
             TypeError: ``value`` is not a number.
             ValueError: ``value`` is outside [min_scale, max_scale].
         """
-        self._scale.fill_(self._inside("scale", value))
+        self._scale.fill_(self._inside("loss_scale", value))
         self._trackers[0] = 0
         self._lately[2].fill_(self.max_scale)
         self.generation += 1

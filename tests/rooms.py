@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp16opt.engine import checkpoint
+from fp16opt.engine.schema import is_ours
 from fp16opt.scaling import DynamicLossScaler
 
 BY_ID = {case.id: case for case in CASES}
@@ -73,23 +74,22 @@ class Room:
     def build(self) -> dict[str, Any]:
         return checkpoint.build(self.optimizer, self.masters, self.scaler, steps=0, skipped=0)
 
-    def plan(self, sd: Any) -> checkpoint.LoadPlan:
-        return checkpoint.plan_load(
-            sd, optimizer=self.optimizer, masters=self.masters, names=self.names, scaler=self.scaler
-        )
+    def check(self, sd: Any) -> None:
+        checkpoint.check(sd, self.optimizer, self.masters, self.names, self.scaler)
 
     def load(self, sd: Any) -> Room:
-        self.apply(self.plan(sd))
+        self.check(sd)
+        self.apply(sd)
         return self
 
-    def apply(self, plan: checkpoint.LoadPlan) -> None:
+    def apply(self, sd: Any) -> None:
         def finish() -> None:
             with torch.no_grad():
-                for master, saved in zip(self.masters if plan.has_masters else (), plan.masters, strict=True):
+                for master, saved in zip(self.masters, sd["masters"] if is_ours(sd) else self.masters, strict=True):
                     if master is not None:
                         master.copy_(saved)
 
-        plan.apply(lambda: None, finish)
+        checkpoint.load(sd, self.optimizer, self.names, self.scaler, lambda: None, finish)
 
     def everything(self) -> Any:
         return flatten([
@@ -115,7 +115,7 @@ def tensors(value: Any) -> list[Tensor]:
 def refused(room: Room, sd: Any, error: type[Exception], message: str) -> None:
     before, given = room.everything(), frozen(sd)
     with pytest.raises(error, match=message) as raised:
-        room.plan(sd)
+        room.check(sd)
     assert type(raised.value) is error
     assert_same(room.everything(), before, "after a refused load")
     assert_same(frozen(sd), given, "the refused dict")

@@ -66,41 +66,38 @@ PLACES: list[tuple[tuple[Any, ...], Any, type[Exception], str]] = [
     (LR, torch.tensor(True), ValueError, r"lr must be of the kind of 0.01, got tensor\(True\)"),
     (LR, torch.tensor(1j), ValueError, "lr must be of the kind of 0.01"),
     (LR, torch.ones(1).to_sparse(), ValueError, "lr must be of the kind of 0.01"),
-    (LR, -1.0, ValueError, "^optimizer, group 0: lr is -1.0, which Adam refuses: Invalid learning rate"),
-    (LR, torch.tensor(-1.0), ValueError, r"^optimizer, group 0: lr is tensor\(-1.\), which Adam refuses"),
-    ((*LR[:3], "betas"), [1, 2], ValueError, r"^optimizer, group 0: betas is \[1, 2\], which Adam refuses"),
-    ((*LR[:3], "betas"), (0.9, torch.tensor(1.0)), ValueError, "betas is .*which Adam refuses: Invalid beta"),
+    (LR, -1.0, ValueError, "^optimizer, group 0: Adam refuses what it was set to: Invalid learning rate: -1.0"),
+    (LR, torch.tensor(-1.0), ValueError, "^optimizer, group 0: Adam refuses .*: Invalid learning rate: -1.0"),
+    ((*LR[:3], "betas"), [1, 2], ValueError, "^optimizer, group 0: Adam refuses .*: Invalid beta parameter"),
+    ((*LR[:3], "betas"), (0.9, torch.tensor(1.0)), ValueError, "Adam refuses .*: Invalid beta"),
     ((*LR[:3], "betas"), (0.9, float("nan")), ValueError, "betas must be of the kind of"),
     ((*LR[:3], "betas"), (torch.tensor(float("nan")), 0.9), ValueError, "betas must be of the kind of"),
     ((*LR[:3], "betas"), (None, 0.9), ValueError, "betas must be of the kind of"),
     ((*LR[:3], "eps"), -1e-8, ValueError, "eps must be of the kind of 1e-08, got -1e-08"),
     ((*LR[:3], "eps"), torch.tensor(float("nan")), ValueError, "eps must be of the kind of"),
-    ((*LR[:3], "weight_decay"), -0.1, ValueError, "weight_decay is -0.1, which Adam refuses"),
+    ((*LR[:3], "weight_decay"), -0.1, ValueError, "Adam refuses .*: Invalid weight_decay value: -0.1"),
     ((*LR[:3], "weight_decay"), torch.tensor(float("inf")), ValueError, "weight_decay must be of the kind of"),
     ((*LR[:3], "capturable"), float("inf"), ValueError, "capturable must be of the kind of False, got inf"),
     ((*LR[:3], "capturable"), None, ValueError, "capturable must be of the kind of False, got None"),
     ((*LR[:3], "amsgrad"), 2, ValueError, "amsgrad must be of the kind of False, got 2"),
     ((*LR[:3], "fused"), 0.5, ValueError, "fused must be of the kind of .*, got 0.5"),
     ((*LR[:3], "decoupled_weight_decay"), "x", ValueError, "decoupled_weight_decay must be of the kind of"),
-    ((*STATE0, "step"), -1, ValueError, "step must be a finite number from 0, got -1.0"),
-    ((*STATE0, "step"), torch.tensor(float("nan")), ValueError, "step must be a finite number from 0, got nan"),
-    ((*STATE0, "step"), torch.tensor(True), ValueError, "step must be one number"),
-    ((*STATE0, "step"), 2**70, ValueError, "step must be one number, got int"),
-    ((*STATE0, "step"), float("inf"), ValueError, "step must be a finite number from 0, got inf"),
-    ((*LR[:3], "param_names"), ["a"], ValueError, "group 0: param_names must be a list of 3 names"),
-    (STATE0, [], TypeError, r"^group 0, param 0 \('layer0.weight'\): state must be a dict, got list"),
+    ((*STATE0, "step"), -1, ValueError, "step must be one finite number from 0, got -1"),
+    ((*STATE0, "step"), torch.tensor(float("nan")), ValueError, r"one finite number from 0, got tensor\(nan\)"),
+    ((*STATE0, "step"), torch.tensor(True), ValueError, "step must be one finite number"),
+    ((*STATE0, "step"), 2**70, ValueError, "step must be one finite number"),
+    ((*STATE0, "step"), float("inf"), ValueError, "step must be one finite number from 0, got inf"),
+    (STATE0, [], TypeError, r"^layer0\.weight: state must be a dict, got list"),
     ((*STATE0, "exp_avg"), torch.ones(3), ValueError,
-     r"^group 0, param 0 \('layer0.weight'\): exp_avg must have shape \[70\], got \[3\]. Build the model"),
+     r"^layer0\.weight: exp_avg must have shape \[70\], got \[3\]. Build the model"),
     ((*STATE0, "exp_avg"), None, TypeError, "exp_avg must be a tensor, got NoneType"),
-    ((*STATE0, "exp_avg"), torch.ones(70, dtype=torch.int32), ValueError, "floating tensor, got torch.int32"),
-    ((*STATE0, "exp_avg"), torch.ones(70, device="meta"), ValueError, "exp_avg has a meta tensor, which"),
-    ((*STATE0, "step"), "two", ValueError, "step must be one number, got str"),
-    ((*STATE0, "step"), torch.ones(2), ValueError, r"step must be one number, got a tensor of shape \[2\]"),
-    ((*STATE0, "more"), [{"x": torch.ones(2, device="meta")}], ValueError, "more has a meta tensor"),
+    ((*STATE0, "exp_avg"), torch.ones(70, dtype=torch.int32), ValueError, "dense floating tensor, got torch.int32"),
+    ((*STATE0, "step"), "two", ValueError, "step must be one finite number from 0, got 'two'"),
+    ((*STATE0, "step"), torch.ones(2), ValueError, r"step must be one finite number from 0, got tensor\(\[1., 1.\]\)"),
     (("masters",), None, TypeError, "^masters must be a list, got NoneType"),
     (("masters",), [None], ValueError, "^masters must have 6 entries, .*, got 1. Construct"),
-    (("masters", 0), None, ValueError, r"^group 0, param 0 \(.*\): masters has None, but .* 16-bit"),
-    (("masters", 1), torch.ones(8, 9), ValueError, r"^group 0, param 1 \(.*\): masters has a tensor, but"),
+    (("masters", 0), None, ValueError, r"^layer0\.weight: masters has None, but .* 16-bit"),
+    (("masters", 1), torch.ones(8, 9), ValueError, r"^layer1\.weight: masters has a tensor, but"),
     (("masters", 0), [1.0] * 70, TypeError, "master must be a tensor, got list"),
     (("masters", 0), torch.ones(71), ValueError, r"must have shape \[70\], got \[71\]. Build the model"),
     (("masters", 2), torch.ones(5, 3, 2), ValueError, r"must have shape \[3, 5, 2\], got \[5, 3, 2\]"),
@@ -126,7 +123,7 @@ def test_what_is_lacking_is_named() -> None:
         refused(room, edit(sd, key, drop=True), ValueError, f"^state_dict .* lacks '{key}'")
     refused(room, edit(sd, *LR, drop=True), ValueError, "^optimizer, group 0 lacks 'lr'")
     refused(room, edit(sd, "optimizer", "state", 1, "exp_avg_sq", drop=True), ValueError,
-            r"^group 0, param 1 \('layer1.weight'\): state lacks 'exp_avg_sq'")  # fmt: skip
+            r"^layer1\.weight: state lacks 'exp_avg_sq'")  # fmt: skip
     refused(room, {}, ValueError, r"^state_dict \(with the keys none\) lacks 'version', 'optimizer'")
     refused(room, {f"w{i}": i for i in range(20)}, ValueError, "'w15' and 12 more")
     refused(room, [sd], TypeError, "^state_dict must be a dict, got list")
@@ -145,18 +142,15 @@ def test_settings_of_older_torch_may_be_lacking() -> None:
 
 
 SETTINGS: list[tuple[str, str, Any, str]] = [
-    ("SGD-momentum-forloop", "momentum", -0.1, "momentum is -0.1, which SGD refuses: Invalid momentum"),
+    ("SGD-momentum-forloop", "momentum", -0.1, "SGD refuses .*: Invalid momentum value: -0.1"),
     ("SGD-momentum-forloop", "momentum", torch.tensor(float("nan")), "momentum must be"),
     ("SGD-momentum-forloop", "nesterov", float("nan"), "nesterov must be"),
     ("SGD-momentum-forloop", "dampening", float("inf"), "dampening must be"),
     ("RMSprop-centered-forloop", "centered", 3, "centered must be"),
     ("RMSprop-centered-forloop", "alpha", float("nan"), "alpha must be"),
     ("Adafactor-default-foreach", "eps", (None, None), "eps must be"),
-    ("Adafactor-default-foreach", "d", 0.5, "d is 0.5, which Adafactor refuses"),
+    ("Adafactor-default-foreach", "d", 0.5, "Adafactor refuses .*"),
     ("Adafactor-default-foreach", "d", float("nan"), "d must be"),
-    ("LBFGS-plain", "history_size", 0.5, "history_size must be"),
-    ("LBFGS-plain", "max_eval", None, "max_eval must be"),
-    ("LBFGS-plain", "max_iter", torch.tensor(3), "max_iter must be"),
 ]
 
 
@@ -230,7 +224,7 @@ def test_another_class_may_keep_what_it_likes() -> None:
 def test_what_the_engine_needs_is_asked_of_every_class() -> None:
     sd = mine().train(1).build()
     for path, value, message in (
-        (("masters",), [None] * 3, "group 0, param 1 .* masters has None"),
+        (("masters",), [None] * 3, "^b: masters has None"),
         (("masters", 1), torch.ones(2, 4), r"must have shape \[4, 2\]"),
         (("scaler", "hysteresis"), 0, "hysteresis must be"),
         (IDS, [0, 1], "must have 3 params, got 2"),
@@ -263,37 +257,40 @@ def test_state_of_another_class_is_refused(case: OptimizerCase) -> None:
         refused(room, sd, ValueError, "lacks|must be")
 
 
-def test_lbfgs_state_is_checked() -> None:
+def test_lbfgs_history_has_the_size_of_all_parameters() -> None:
     case = BY_ID["LBFGS-plain"]
     sd = Room(case).train(3).build()
-    refused(
-        Room(case),
-        edit(sd, *STATE0, "d", value=torch.ones(3)),
-        ValueError,
-        r"d must have shape \[\d+\], got \[3\]",
-    )
-    refused(Room(case), edit(sd, *STATE0, "old_dirs", 0, value=None), TypeError, "old_dirs must be a tensor")
-    refused(
-        Room(case),
-        edit(sd, *STATE0, "ro", 0, drop=True),
-        ValueError,
-        "old_dirs, old_stps and ro must be lists",
-    )
-    refused(Room(case), edit(sd, *STATE0, "al", value=[]), ValueError, "al must be a list with room for 3 numbers")
-    refused(Room(case), edit(sd, *STATE0, "ro", 0, value="x"), ValueError, "ro must be one number, got str")
-    few = edit(sd, *LR[:3], "history_size", value=1)
-    refused(Room(case), few, ValueError, "must be lists of one length, at most 1")
-    refused(Room(case), edit(sd, *STATE0, "t", drop=True), ValueError, "state lacks 't'")
-    refused(Room(case), edit(sd, *STATE0, "n_iter", value="x"), ValueError, "n_iter must be one number")
+    for path in ((*STATE0, "d"), (*STATE0, "old_dirs", 0)):
+        wrong = edit(sd, *path, value=torch.ones(3))
+        refused(Room(case), wrong, ValueError, rf"{path[3]} must have shape \[\d+\], got \[3\]")
+    refused(Room(case), edit(sd, *STATE0, "n_iter", value="x"), ValueError, "n_iter must be one finite number")
     Room(case).load(edit(sd, *STATE0, value={"func_evals": 1, "n_iter": 0})).train(1)
 
 
 def test_adagrad_needs_state_for_every_parameter() -> None:
     case = BY_ID["Adagrad-default-forloop"]
     sd = edit(Room(case).build(), "optimizer", "state", 4, drop=True)
-    refused(Room(case), sd, ValueError, r"^group 1, param 1 \('layer4.weight'\): Adagrad has state for every")
+    refused(Room(case), sd, ValueError, r"^layer4\.weight: state lacks 'step', 'sum'")
     sd = edit(Room(case).build(), "optimizer", "state", 4, value={})
-    refused(Room(case), sd, ValueError, "Adagrad has state for every")
+    refused(Room(case), sd, ValueError, "state lacks 'step', 'sum'")
+
+
+def test_adafactor_needs_what_goes_with_the_number_of_dimensions() -> None:
+    case = BY_ID["Adafactor-default-foreach"]
+    sd = Room(case).train(1).build()
+    state = sd["optimizer"]["state"]
+    for key in ("variance", "row_var"):
+        at = next(i for i, entry in state.items() if key in entry)
+        wrong = edit(sd, "optimizer", "state", at, key, drop=True)
+        refused(Room(case), wrong, ValueError, f"state lacks '{key}'")
+
+
+def test_a_tensor_without_data_is_torch_s_error_and_changes_nothing() -> None:
+    room, sd = Room(seed=2).train(1), Room(seed=1).train(2).build()
+    before = room.everything()
+    with pytest.raises(NotImplementedError, match="no data"):
+        room.load(edit(sd, *STATE0, "exp_avg", value=torch.ones(70, device="meta")))
+    assert_same(room.everything(), before)
 
 
 def test_sgd_takes_none_for_a_buffer_not_begun() -> None:
@@ -309,16 +306,6 @@ def test_settings_that_need_more_state() -> None:
     sd = Room(BY_ID["RMSprop-centered-forloop"]).train(1).build()
     room = Room(BY_ID["RMSprop-centered-forloop"])
     refused(room, edit(sd, *STATE0, "grad_avg", drop=True), ValueError, "state lacks 'grad_avg'")
-
-
-def test_other_libraries_dicts_are_recognised() -> None:
-    room = Room()
-    grad_scaler = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
-                   "_growth_tracker": 0}  # fmt: skip
-    refused(room, grad_scaler, ValueError, r"is of a torch.amp.GradScaler.*opt.loss_scale = state_dict\['scale'\]")
-    fp16 = {"loss_scaler": None, "dynamic_loss_scale": True, "optimizer_state_dict": {}, "fp32_from_fp16": []}
-    refused(room, fp16, ValueError, r"is of an FP16_Optimizer\. Load it into a fp16opt\.fp16_utils\.FP16_Optimizer")
-    refused(room, {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}}, ValueError, "is of apex.amp")
 
 
 def test_global_state_under_a_str_is_kept() -> None:
@@ -341,7 +328,7 @@ JUNK: list[Any] = [
     None, True, 0, -1, 10**30, 0.5, float("nan"), float("inf"), "", "lr", b"x", [], [None], {}, (), object(),
     torch.tensor(1.0), torch.ones(70), torch.ones(8, 9), torch.zeros(0), torch.ones(2, dtype=torch.int64),
     torch.ones(70, dtype=torch.float64), torch.ones(70, dtype=torch.complex64), torch.ones(70).to_sparse(),
-    torch.ones(70, device="meta"), Parameter(torch.ones(3)),
+    Parameter(torch.ones(3)),
     *(torch.tensor(value) for value in (-1.0, 0.5, float("nan"), float("inf"), True, 1j)),
     (0.5, torch.tensor(0.75)), [torch.tensor(0.5), float("nan")], (1, 2),
 ]  # fmt: skip
@@ -352,7 +339,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path] * bool(path) + [at for key, item in items for at in places(item, (*path, key))]
 
 
-DAMAGED = [ADAM, BY_ID["SGD-momentum-forloop"], BY_ID["Adagrad-all-foreach"], BY_ID["LBFGS-plain"],
+DAMAGED = [ADAM, BY_ID["SGD-momentum-forloop"], BY_ID["Adagrad-all-foreach"],
            BY_ID["RMSprop-centered-foreach"], BY_ID["ASGD-averaging-forloop"]]  # fmt: skip
 
 
@@ -386,11 +373,11 @@ def test_damaged_checkpoint_is_refused_or_works(data: st.DataObject) -> None:
             break
     before, given = room.everything(), frozen(sd)
     try:
-        plan = room.plan(sd)
+        room.check(sd)
     except (TypeError, ValueError):
         assert_same(room.everything(), before, "after a refused load")
     else:
-        room.apply(plan)
+        room.apply(sd)
         assert all(g["params"] for g in room.optimizer.param_groups)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -10,7 +10,6 @@ import re
 import resource
 import string
 import tempfile
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,25 +75,10 @@ class Training:
 # -- gradients between backward and step -------------------------------------------------------------------------------
 
 
-def written_after_backward() -> None:
+def written() -> None:
     one = Training(dynamic=True)
     one.opt.backward(one.loss())
     clip_grad_norm_(one.model.parameters(), 0.1)
-    one.opt.step()
-
-
-def written_after_the_check() -> None:
-    one = Training(dynamic=True)
-    one.opt.backward(one.loss())
-    one.opt.clip_master_grads(1.0)
-    one.model.fc.weight.grad.mul_(0.5)  # type: ignore[union-attr]
-    one.opt.step()
-
-
-def written_after_the_fold() -> None:
-    one = Training(dynamic=True, grad_accumulation="fp32")
-    one.opt.backward(one.loss())
-    one.model.fc.weight.grad = torch.ones_like(one.model.fc.weight)
     one.opt.step()
 
 
@@ -119,7 +103,7 @@ def not_cleared() -> None:
     one.opt.backward(one.loss())
 
 
-def backward_after_a_clip() -> None:
+def undone() -> None:
     one = Training(dynamic=True)
     one.opt.backward(one.loss())
     one.opt.clip_master_grads(1.0)
@@ -198,14 +182,6 @@ def two_scales() -> None:
     scaler.step(one.opt)
 
 
-def scaled_here_and_there() -> None:
-    one = Training()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(one.loss())
-    one.opt.backward(one.loss())
-    scaler.step(one.opt)
-
-
 def clipped_the_model() -> None:
     one = Training()
     scaler = torch.amp.GradScaler("cpu")
@@ -213,24 +189,6 @@ def clipped_the_model() -> None:
     scaler.unscale_(one.opt)
     clip_grad_norm_(one.model.parameters(), 0.1)
     scaler.step(one.opt)
-
-
-def unscaled() -> Training:
-    """A training whose gradients torch's GradScaler has unscaled."""
-    one = Training()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(one.loss()).backward()
-    scaler.unscale_(one.opt)
-    return one
-
-
-def backward_after_unscale() -> None:
-    one = unscaled()
-    one.opt.backward(one.loss())
-
-
-def updated_after_unscale() -> None:
-    unscaled().opt.update_master_grads()
 
 
 def never_wrapped() -> None:
@@ -320,20 +278,9 @@ def memory_freed() -> None:
     one.opt.step()
 
 
-def replaced() -> None:
+def not_in_the_model() -> None:
     one = Training(track_changes=True)
     one.model.fc.weight = nn.Parameter(torch.ones(3, 4).half())
-    one.opt.take_delta(one.model)
-
-
-def another_module() -> None:
-    one = Training(track_changes=True)
-    one.opt.take_delta(nn.Linear(4, 2))
-
-
-def deleted() -> None:
-    one = Training(track_changes=True)
-    del one.model.fc.bias
     one.opt.take_delta(one.model)
 
 
@@ -503,14 +450,6 @@ def loss_not_finite() -> None:
     Training(dynamic=True).step(float("inf"))
 
 
-def weights_not_finite() -> None:
-    one = Training(dynamic=True, master_weights="none")
-    with torch.no_grad():
-        one.model.fc.weight[0, 0] = float("nan")  # type: ignore[union-attr,index,operator]
-        one.model.fc.weight[1, 0] = float("nan")  # type: ignore[union-attr,index,operator]
-    one.step()
-
-
 def static() -> None:
     Training(loss_scale=1024.0).overflow()
 
@@ -543,50 +482,6 @@ def too_many_in_a_row() -> None:
     one.overflow(2)
 
 
-# -- fp16opt.check -----------------------------------------------------------------------------------------------------
-
-
-def check_on_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Alone():
-        monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
-        one = Training(dynamic=True)
-        fp16opt.check(one.model, one.loss, one.opt)
-
-
-def check_of_released_gradients() -> None:
-    one = Training(gradient_release=True)
-    fp16opt.check(one.model, one.loss, one.opt)
-
-
-def check_of_apex_s_o1() -> None:
-    model = nn.Linear(4, 2)
-    model, plain = fp16opt.amp.initialize(model, SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
-    fp16opt.check(model, lambda: model(torch.ones(3, 4)).sum(), plain)
-
-
-class Uncopied(SGD):
-    """Is stepped by one thread at a time."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.lock = threading.Lock()
-
-
-def check_of_what_can_t_be_copied() -> None:
-    model = nn.Linear(4, 2)
-    fp16opt.check(model, lambda: model(torch.ones(3, 4)).sum(), Uncopied(model.parameters(), lr=0.1))
-
-
-def check_of_a_closure() -> None:
-    model = nn.Linear(4, 2)
-    fp16opt.check(model, lambda: model(torch.ones(3, 4)).sum(), SAM(model.parameters(), lr=0.1))
-
-
-def check_of_a_loop_alone() -> None:
-    model = nn.Linear(4, 2)
-    fp16opt.check(model, lambda: model(torch.ones(3, 4)).sum(), train_step=lambda: None)
-
-
 # -- in trainers -------------------------------------------------------------------------------------------------------
 
 
@@ -609,16 +504,6 @@ def prepared_without_masters() -> None:
 
 def halves_under_bf16() -> None:
     prepare("bf16", {"dynamic": True})
-
-
-def mixin_behind() -> None:
-    pytest.importorskip("transformers")
-    from transformers import Trainer
-
-    from fp16opt.integrations.transformers import MasterWeightsMixin
-
-    class Tuning(Trainer, MasterWeightsMixin):  # type: ignore[misc]
-        pass
 
 
 R, T, V, L = RuntimeError, TypeError, ValueError, None  # L: logged, not raised
@@ -767,17 +652,14 @@ def offload_between_backward_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 KINDS: dict[type[BaseException] | None, str] = {  # where it is no RuntimeError
-    V: "never wrapped, meta, replaced, deleted, another module, check of released gradients, "
+    V: "never wrapped, meta, not in the model, "
     "offload of a CPU model, offload beside CPUOffloadPolicy, offload without kernels, offload on unified memory",
     W: "halves under a GradScaler, no gradients under a GradScaler",
-    T: (
-        "wrapped twice, mixin behind, check of apex's O1, check of what can't be copied, check of a closure, check of "
-        "a loop alone"
-    ),
+    T: "wrapped twice",
     L: (
         "model written and taken, eps, no scale, halves outside of state, not in one pass, goes round, no gradients, "
         "sums without backward, too large, not finite, step stopped, calibrating, rare, in a row, loss not finite, "
-        "weights not finite, static, below one, floor, under a GradScaler, prepared without masters, halves under BF16"
+        "static, below one, floor, under a GradScaler, prepared without masters, halves under BF16"
     ),
     LossScaleError: "too many in a row",
 }

@@ -70,7 +70,7 @@ def test_dynamic_arguments_are_checked(name: str, value: Any, error: type[Except
 def test_static_scale_is_checked(value: Any, error: type[Exception], message: str) -> None:
     scaler = StaticLossScaler(2.0)
     for act in (StaticLossScaler, scaler.set_scale, DynamicLossScaler().set_scale):
-        with pytest.raises(error, match=f"^scale {message}"):
+        with pytest.raises(error, match=f"^loss_scale {message}"):
             act(value)
     assert scaler.scale.item() == 2.0
     assert scaler.generation == 0
@@ -84,7 +84,7 @@ def test_order_of_limits_is_checked() -> None:
 def test_set_scale_stays_within_the_limits() -> None:
     scaler = DynamicLossScaler()
     for value in (2.0**-15, 2.0**25):
-        with pytest.raises(ValueError, match=r"^scale must be from min_scale to max_scale"):
+        with pytest.raises(ValueError, match=r"^loss_scale must be from min_scale to max_scale"):
             scaler.set_scale(value)
     assert scaler.scale.item() == 2.0**16
     assert scaler.generation == 0

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine import checkpoint
+from ..engine import schema
 from ..engine.arguments import clean
 from ..engine.dtensors import as_piece_of, is_sharded, local
 from ..engine.params import HALF_DTYPES, not_in_model
@@ -45,8 +45,7 @@ def names_of(model: nn.Module, opt: Optimizer) -> dict[int, str]:
     for param, called in zip(*everyone, strict=True):
         if id(param) not in names:
             there = {clean(name): one for name, one in unwrapped(model).named_parameters()}
-            has_others = any(id(one) in names for one in everyone[0])
-            raise not_in_model("model", called, param, there.get(called), has_others)
+            raise not_in_model("model", called, param, there.get(called))
     return names
 
 
@@ -321,7 +320,7 @@ def _positional(sd: Mapping[str, Any], wrapper: Wrapper, names: dict[int, str], 
         for pair, value in zip(pairs, values, strict=True)
     ]
     optimizer = {"state": state, "param_groups": groups}
-    positional = {"version": checkpoint.VERSION, "optimizer": optimizer, "masters": masters, "scaler": sd["scaler"]}
+    positional = {"version": schema.VERSION, "optimizer": optimizer, "masters": masters, "scaler": sd["scaler"]}
     return {**positional, **counts}
 
 

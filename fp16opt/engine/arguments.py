@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -30,21 +28,9 @@ def make_scaler(dynamic: bool, loss_scale: float | None, scaler: LossScaler | No
         return scaler
     if dynamic:
         return DynamicLossScaler()
-    with naming_loss_scale():
-        made = StaticLossScaler(1.0 if loss_scale is None else loss_scale)
+    made = StaticLossScaler(1.0 if loss_scale is None else loss_scale)
     made.is_default = loss_scale is None
     return made
-
-
-@contextlib.contextmanager
-def naming_loss_scale() -> Iterator[None]:
-    """What a scaler's own check says of its ``scale`` is said of ``loss_scale``, as the user has it."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if not str(error).startswith("scale "):
-            raise
-        raise type(error)(f"loss_{error}") from None
 
 
 def check_scaler(scaler: object) -> None:
@@ -102,12 +88,8 @@ def named(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[tuple[s
         >>> [name for name, _ in named([("module._orig_mod.weight", torch.ones(1)), ("module.bias", torch.ones(1))])]
         ['weight', 'bias']
     """
-    if not (named_parameters is None or isinstance(named_parameters, Iterable)):
-        raise TypeError(
-            f"named_parameters: expected (name, parameter) pairs, got {type(named_parameters).__name__}. "
-            "Pass model.named_parameters()."
-        )
-    pairs = list(named_parameters or ())
+    given = [] if named_parameters is None else named_parameters
+    pairs = list(given) if isinstance(given, Iterable) else [given]
     for pair in pairs:
         if not (
             isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
@@ -120,23 +102,3 @@ def named(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[tuple[s
     if all(name.startswith(_OF_DDP) for name, _ in cleaned):
         return [(name.removeprefix(_OF_DDP), param) for name, param in cleaned]
     return cleaned
-
-
-def open_group(param_group: object) -> tuple[dict[str, Any], list[Any], dict[int, str]]:
-    """A copy of a param group that may be changed, its parameters, and the names that came with them."""
-    if not isinstance(param_group, dict):
-        raise TypeError(f"param_group: expected a dict, got {type(param_group).__name__}.")
-    if "params" not in param_group:
-        raise ValueError("param_group: expected a key 'params', got none. Give the parameters under 'params'.")
-    params = param_group["params"]
-    if isinstance(params, set):
-        raise TypeError("param_group: expected an ordered collection of parameters, got a set. Use a list.")
-    items = [params] if isinstance(params, Tensor) else list(params)
-    names = {id(item[1]): item[0] for item in items if isinstance(item, tuple) and len(item) == 2}
-    tensors = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
-    return {**param_group, "params": items}, tensors, names
-
-
-def quoted(name: str | None) -> str:
-    """A name in parentheses for a message, or nothing."""
-    return f" ({name!r})" if name else ""

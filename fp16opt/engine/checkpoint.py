@@ -29,12 +29,8 @@ from .schema import (
     check_outside,
     is_ours,
     is_torch_class,
-    labels_of,
-    lacks,
 )
 from .snapshot import Snapshot, copied
-
-__all__ = ["VERSION", "LoadPlan", "build", "carry_state", "plan_load"]
 
 
 def build(
@@ -80,90 +76,72 @@ def carry_state(optimizer: Optimizer, old: Tensor, new: Tensor) -> None:
         optimizer.state[new] = _own(optimizer.state.pop(old), widens=old.dtype != new.dtype)
 
 
-def plan_load(
-    state_dict: Mapping[str, Any],
-    *,
+def check(
+    state_dict: object,
     optimizer: Optimizer,
     masters: Sequence[Tensor | None],
     names: Sequence[str],
     scaler: LossScaler,
-    where: torch.device | None = None,
-) -> LoadPlan:
-    """Check that ``state_dict`` fits, down to shapes and dtypes, and change nothing.
+) -> None:
+    """Raise unless ``state_dict`` fits, down to shapes and dtypes. Changes nothing.
 
     Args:
         state_dict: what `build` returned, or a plain state_dict of the wrapped optimizer's class (from FP32
             training, say): masters and scaler then stay as they are. Of torch.optim's own classes (no subclasses)
-            settings and state are checked here; of others their ``load_state_dict`` judges them in ``apply()``.
+            settings and state are checked here; of others their ``load_state_dict`` judges them in :func:`load`.
         names: of the parameters, in param_groups order, for messages.
-        where: the device that loaded state goes to; None for its parameter's.
-
-    Returns:
-        A plan whose ``apply()`` does the loading.
 
     Raises:
         TypeError, ValueError: names the item, what was wanted, what came and what to do.
     """
     check_outside(state_dict, any_form=_adapts(optimizer))
-    plain = not is_ours(state_dict)
-    labels = labels_of(optimizer, names)
-    optimizer_state = state_dict if plain else state_dict["optimizer"]
-    if not isinstance(optimizer_state, Mapping):
-        raise TypeError(f"optimizer must be a dict, got {type(optimizer_state).__name__}. {HOW_SAVED}")
+    given: Any = state_dict
+    inner = given["optimizer"] if is_ours(given) else given
+    if not isinstance(inner, Mapping):
+        raise TypeError(f"optimizer must be a dict, got {type(inner).__name__}. {HOW_SAVED}")
     if not _adapts(optimizer):
-        check_optimizer_state(optimizer_state, optimizer, labels)
-    if not plain:
-        check_masters(state_dict["masters"], masters, labels)
-        scaler.check_state_dict(state_dict["scaler"])
-    return LoadPlan(state_dict, optimizer, labels, scaler, where)
+        check_optimizer_state(inner, optimizer, names)
+    if is_ours(given):
+        check_masters(given["masters"], masters, names)
+        scaler.check_state_dict(given["scaler"])
 
 
-class LoadPlan:
-    """A checked state_dict and where it goes. Made by `plan_load`."""
+def load(
+    state_dict: Mapping[str, Any],
+    optimizer: Optimizer,
+    names: Sequence[str],
+    scaler: LossScaler,
+    convert: Callable[[], None],
+    finish: Callable[[], None],
+    where: torch.device | None = None,
+) -> None:
+    """Load what was checked: all of it or nothing. Tensors are copied: training never edits the caller's dict. Syncs.
 
-    def __init__(
-        self,
-        state_dict: Mapping[str, Any],
-        optimizer: Optimizer,
-        labels: Sequence[str],
-        scaler: LossScaler,
-        where: torch.device | None,
-    ) -> None:
-        self.has_masters = is_ours(state_dict)
-        self.masters: Sequence[Tensor | None] = state_dict["masters"] if self.has_masters else ()
-        self._state_dict, self._optimizer = state_dict, optimizer
-        self._labels, self._scaler, self._where = labels, scaler, where
+    The wrapped optimizer's own ``load_state_dict`` does its part, with its hooks. When it, one of them or
+    ``convert`` raises, the error comes through and the optimizer (attributes, groups, state, those of optimizers
+    inside it) and the scaler are as they were. An exception that comes later, Ctrl-C say, finds all of it loaded.
 
-    def apply(self, convert: Callable[[], None], finish: Callable[[], None]) -> None:
-        """Load: all of it or nothing. Tensors are copied: training never edits the caller's dict. Syncs.
-
-        The wrapped optimizer's own ``load_state_dict`` does its part, with its hooks. When it, one of them or
-        ``convert`` raises, the error comes through and the optimizer (attributes, groups, state, those of optimizers
-        inside it) and the scaler are as they were. An exception that comes later, Ctrl-C say, finds all of it loaded.
-
-        Args:
-            convert: brings what was loaded to the form in which it is kept. It writes no tensor that was there before.
-            finish: writes the masters and what follows from them. It may be called twice.
-        """
-        sd = self._state_dict
-        before = Snapshot(self._optimizer, copies_tensors=_runs_other_code(self._optimizer))
-        scaler_before = self._scaler.state_dict()
-        is_loaded = False
-        try:
-            optimizer_state = sd["optimizer"] if self.has_masters else sd
-            _load_optimizer(self._optimizer, optimizer_state, self._labels, self.has_masters, self._where)
-            if self.has_masters:
-                self._scaler.load_state_dict(sd["scaler"])
-            convert()
-            is_loaded = True
+    Args:
+        convert: brings what was loaded to the form in which it is kept. It writes no tensor that was there before.
+        finish: writes the masters and what follows from them. It may be called twice.
+        where: the device that loaded state goes to; None for its parameter's.
+    """
+    before = Snapshot(optimizer, copies_tensors=_runs_other_code(optimizer))
+    scaler_before, ours, is_loaded = scaler.state_dict(), is_ours(state_dict), False
+    try:
+        _load_optimizer(optimizer, state_dict["optimizer"] if ours else state_dict, names, ours, where)
+        if ours:
+            scaler.load_state_dict(state_dict["scaler"])
+        convert()
+        is_loaded = True
+        finish()
+    except BaseException:
+        if is_loaded:
             finish()
-        except BaseException:
-            if is_loaded:
-                finish()
-            else:
-                before.restore()
-                self._scaler.load_state_dict(scaler_before)
-            raise
+        else:
+            before.restore()
+            scaler.load_state_dict(scaler_before)
+        raise
 
 
 # -- loading -------------------------------------------------------------------------------------------------
@@ -172,7 +150,7 @@ class LoadPlan:
 def _load_optimizer(
     optimizer: Optimizer,
     state_dict: Mapping[str, Any],
-    labels: Sequence[str],
+    names: Sequence[str],
     keeps_dtypes: bool,
     where: torch.device | None,
 ) -> None:
@@ -188,15 +166,13 @@ def _load_optimizer(
     """
     adapted = _adapts(optimizer)
     lists = [group["params"] for group in optimizer.param_groups]
-    settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
-    standard = is_torch_class(optimizer)
-    how = _How(standard, keeps_dtypes, where)
+    how = _How(is_torch_class(optimizer), keeps_dtypes, where)
     widens = not keeps_dtypes and not all(p.dtype in HALF_DTYPES for params in lists for p in params)
     final: dict[str, Any] = {}
 
     def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         if adapted:
-            check_optimizer_state(given, optimizer, labels)
+            check_optimizer_state(given, optimizer, names)
             given = _own_dict(given, widens)
         final.update(given)
         return given if where is None else {**given, "state": _without_memory(given["state"])}
@@ -224,13 +200,8 @@ def _load_optimizer(
             f"optimizer: {type(optimizer).__name__}.load_state_dict left groups of {left} params where {sizes} were. "
             "Construct the optimizer over the parameters and groups that it was saved with."
         )
-    for number, (group, params) in enumerate(zip(optimizer.param_groups, lists, strict=True)):
+    for group, params in zip(optimizer.param_groups, lists, strict=True):
         group["params"] = params
-        if not standard:
-            continue
-        lacking = sorted(settings[number] - set(group))
-        if lacking:
-            raise lacks(f"optimizer, group {number}", lacking)
 
 
 def _without_memory(value: Any, key: object = None) -> Any:
@@ -295,20 +266,15 @@ def _own(value: Any, widens: bool) -> Any:
             return copied(value)
         made = value.detach().to(torch.float32)
         return made if type(value) in (Tensor, torch.nn.Parameter) else copied(made)
-    return _walk(value, lambda item: _own(item, widens))
+    if isinstance(value, Mapping):
+        return {key: _own(item, widens) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return _rebuilt(value, [_own(item, widens) for item in value])
+    return value
 
 
 def _own_dict(state_dict: Mapping[str, Any], widens: bool) -> dict[str, Any]:
     return {key: _own(value, widens) if key == "state" else copy.deepcopy(value) for key, value in state_dict.items()}
-
-
-def _walk(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """``value`` rebuilt with ``leaf`` of each item if it is a dict, list or tuple; else the object itself."""
-    if isinstance(value, Mapping):
-        return {k: leaf(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return _rebuilt(value, [leaf(v) for v in value])
-    return value
 
 
 def _rebuilt(like: Any, values: list[Any]) -> Any:

@@ -50,17 +50,12 @@ class Config:
     fused_step: bool | str
     master_weights: MasterWeights
     optimizer_state: OptimizerState
-    gradient_release: bool | str
+    gradient_release: bool
     closure: str | None = None
     track_changes: bool = False
     offload: OffloadTo | None = None
 
     def __post_init__(self) -> None:
-        if self.gradient_release == "held":
-            raise ValueError(
-                'gradient_release="held" was removed in 0.2; use True, or master_weights="split24" with '
-                'optimizer_state="8bit" to save memory.'
-            )
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         if self.grad_accumulation == "fp32" and not self.makes_masters:

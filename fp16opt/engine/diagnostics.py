@@ -18,17 +18,6 @@ from ..scaling import LossScaler
 from . import errors
 from .ranks import Origin
 
-__all__ = [
-    "Lines",
-    "Overflow",
-    "SkipLog",
-    "blamed",
-    "describe",
-    "overflows_from_flags",
-    "warn_cast",
-    "warn_model_write",
-]
-
 logger = logging.getLogger("fp16opt")
 
 _MANY = 3  # skips in a row from which on they are no rare overflows
@@ -334,7 +323,7 @@ class SkipLog:
                 or old <= max(self._fine, 0.0 if scaler.dynamic else 1.0)
             )
             tell(
-                errors.WEIGHTS_NOT_FINITE if weights else errors.LOSS_NOT_FINITE,
+                errors.LOSS_NOT_FINITE,
                 level=logging.ERROR if stuck and scaler.dynamic else logging.WARNING,
                 nth=in_a_row,
                 change=change,

@@ -2,7 +2,7 @@
 
 Where it is raised or logged, a row gets what is known there::
 
-    raise errors.WRITTEN_AFTER_THE_FOLD(names=describe(names))
+    raise errors.MODEL_WRITTEN(names=describe(names))
     lines.tell(errors.NO_GRADIENTS, names=describe(names), once=True)
 
 A line break in a text is a space. A sentence that not every message of a row has is a string of its own, above the row.
@@ -67,24 +67,10 @@ DDP_MOVES_GRADIENTS = (
     "fp16opt.distributed.attach(opt, ddp_model)."
 )
 
-WRITTEN_AFTER_BACKWARD = Refusal(
-    "written after backward",
+WRITTEN = Refusal(
+    "written",
     RuntimeError,
-    "the model's gradients were written after backward(loss) had made them: {names}. " + _HOW_TO_WRITE,
-)
-
-WRITTEN_AFTER_THE_CHECK = Refusal(
-    "written after the check",
-    RuntimeError,
-    "the model's gradients were written after they were checked: {names}. " + _HOW_TO_WRITE,
-)
-
-WRITTEN_AFTER_THE_FOLD = Refusal(
-    "written after the fold",
-    RuntimeError,
-    """the model's gradients were written after they were folded into FP32 sums: {names}. Edit the sums, which are
-    the gradients of opt.master_params(), or clip by clip_master_grads(max_norm). To have a backward count, run it by
-    backward(loss) of this optimizer. To give the step up, call opt.zero_grad().""",
+    "the model's gradients were written after {since}: {names}. " + _HOW_TO_WRITE,
 )
 
 FOLDED = Refusal(
@@ -116,12 +102,15 @@ NOT_CLEARED = Refusal(
     where both have one scaler, call update_master_grads() of this one after that backward.""",
 )
 
-BACKWARD_AFTER_A_CLIP = Refusal(
-    "backward after a clip",
+UNDONE = Refusal(
+    "undone",
     RuntimeError,
-    """backward was called after master gradients were clipped or edited, which it would undo. Clip and edit after
-    the last backward of a step; or call step() or opt.zero_grad() first.""",
+    """{call} was called after {what}, which it would undo. Do so after the last backward of a step: unscale_ there, and
+    clip opt.master_params() then; or call step() or opt.zero_grad() first.""",
 )
+
+EDITED = "master gradients were clipped or edited"
+UNSCALED = "a GradScaler has unscaled this step's gradients"
 
 INTERRUPTED = Refusal(
     "interrupted",
@@ -170,24 +159,15 @@ SUMS_IN_A_GROUP = Refusal(
 
 # -- With a GradScaler -------------------------------------------------------------------------------------------------
 
-
-_ANOTHER_SCALE = (
-    "a GradScaler came to unscale gradients by its own scale, and this optimizer has a loss scale of {scale:g}"
-)
-_DROP_ONE = """Drop one of the two: call opt.backward(loss) and opt.step() without a GradScaler; or construct
-    MixedPrecisionOptimizer without dynamic, loss_scale, scaler, and call scaler.scale(loss).backward()."""
-
 TWO_SCALES = Refusal(
     "two scales",
     RuntimeError,
-    f"{_ANOTHER_SCALE}. {_DROP_ONE}",
+    """a GradScaler came to unscale gradients by its own scale, and this optimizer has a loss scale of {scale:g}{made}.
+    Drop one of the two: call opt.backward(loss) and opt.step() without a GradScaler; or construct
+    MixedPrecisionOptimizer without dynamic, loss_scale, scaler, and call scaler.scale(loss).backward().""",
 )
 
-SCALED_HERE_AND_THERE = Refusal(
-    "scaled here and there",
-    RuntimeError,
-    f"{_ANOTHER_SCALE}, at which opt.backward(loss) made them. {_DROP_ONE}",
-)
+MADE_HERE = ", at which opt.backward(loss) made them"
 
 CLIPPED_THE_MODEL = Refusal(
     "clipped the model",
@@ -197,20 +177,6 @@ CLIPPED_THE_MODEL = Refusal(
     after a clip. """
     + _TRAINERS_THAT_CLIP
     + " Without a GradScaler, update_master_grads() has edits count.",
-)
-
-BACKWARD_AFTER_UNSCALE = Refusal(
-    "backward after unscale_",
-    RuntimeError,
-    """backward was called after a GradScaler has unscaled this step's gradients, which it would undo. Call
-    unscale_ after the last backward of a step; or call step() or opt.zero_grad() first.""",
-)
-
-UPDATED_AFTER_UNSCALE = Refusal(
-    "updated after unscale_",
-    RuntimeError,
-    """update_master_grads() was called after a GradScaler has unscaled this step's gradients, and would take
-    scaled ones in their place. To clip, clip opt.master_params(); to give the step up, call opt.zero_grad().""",
 )
 
 NEVER_WRAPPED = Refusal(
@@ -317,30 +283,16 @@ MEMORY_FREED = Refusal(
     call of the optimizer.""",
 )
 
-REPLACED = Refusal(
-    "replaced",
+NOT_IN_THE_MODEL = Refusal(
+    "not in the model",
     ValueError,
-    """{argument}: {name!r}, of shape {now}, is another tensor than the one of this optimizer, of shape {shape}: it
-    was replaced after the optimizer was made, as where an embedding is resized, and the new one is not trained. Put it
-    into opt.param_groups, in the place of the other's master; or make the optimizer anew over model.parameters(), and
-    wrap it.""",
+    """{argument} has no parameter {name!r} of this optimizer, of shape {shape}{now}. Pass the module that holds all
+    parameters that it trains. If it was replaced there, as where an embedding is resized, put the new one into
+    opt.param_groups, in the place of the other's master; if it was deleted, as an adapter is, take it out of these. Or
+    make the optimizer anew over model.parameters(), and wrap it.""",
 )
 
-DELETED = Refusal(
-    "deleted",
-    ValueError,
-    """{argument} has no parameter {name!r} of this optimizer, of shape {shape}. Pass the module that holds all
-    parameters that it trains. If it was deleted there, as an adapter is, take it out of opt.param_groups; or make the
-    optimizer anew over what is left, and wrap it.""",
-)
-
-ANOTHER_MODULE = Refusal(
-    "another module",
-    ValueError,
-    """{argument}: none of its tensors is a parameter of this optimizer, which trains {name!r}, of shape {shape}.
-    Pass the module that holds all parameters that it trains. If that is this one, and they were replaced since, make
-    the optimizer anew over model.parameters(), and wrap it.""",
-)
+HAS_ANOTHER = ", but another one of that name, of shape {shape}"
 
 EPS = Line(
     "eps",
@@ -479,12 +431,6 @@ LOSS_NOT_FINITE = Line(
     non-finite gradients in {where}. {advice}""",
 )
 
-WEIGHTS_NOT_FINITE = Line(
-    "weights not finite",
-    logging.WARNING,
-    LOSS_NOT_FINITE.text,
-)
-
 SKIPPED = "step skipped"
 LEFT_ALONE = "parameters left alone while the others were stepped"
 LOWER_OR_DYNAMIC = "Use a lower scale or dynamic=True."
@@ -548,13 +494,6 @@ HALVES_UNDER_BF16 = Line(
     weights need no autocast. Or load the model in BF16.""",
 )
 
-MIXIN_BEHIND = Refusal(
-    "mixin behind",
-    TypeError,
-    """{mine}: MasterWeightsMixin stands behind {trainer}, and would change nothing. Write class
-    {mine}(MasterWeightsMixin, {trainer}).""",
-)
-
 
 # -- On several ranks --------------------------------------------------------------------------------------------------
 
@@ -592,51 +531,6 @@ SAVED_BY_ONE = Refusal(
     "saved by one",
     RuntimeError,
     "{call} was not called by all ranks within {time}: {late}. " + SAME_CALLS,
-)
-
-# -- Calling fp16opt.check ---------------------------------------------------------------------------------------------
-
-
-CHECK_ON_MANY_RANKS = Refusal(
-    "check on many ranks",
-    RuntimeError,
-    """fp16opt.check was called in a training of several processes, whose steps it can't take alone. Check the
-    model in one process, before it is given to DistributedDataParallel or fully_shard; fp16opt.diagnose works on
-    several.""",
-)
-
-CHECK_OF_RELEASED_GRADIENTS = Refusal(
-    "check of released gradients",
-    ValueError,
-    """optimizer: gradient_release=True steps parameters in every backward, and leaves no gradient to look at.
-    Check the same model with an optimizer that was made without it.""",
-)
-
-CHECK_OF_APEX_O1 = Refusal(
-    "check of apex's O1",
-    TypeError,
-    """optimizer: amp.initialize has made this {optimizer}, at a level without master weights, and its scale is
-    amp's. Check model and optimizer before amp.initialize, or at O2.""",
-)
-
-CHECK_OF_WHAT_CANNOT_BE_COPIED = Refusal(
-    "check of what can't be copied",
-    TypeError,
-    """optimizer: no copy of this {optimizer} could be made ({error}), and the check trains with a copy. Leave the
-    optimizer out, and say lr=.""",
-)
-
-CHECK_OF_A_CLOSURE = Refusal(
-    "check of a closure",
-    TypeError,
-    """optimizer: {optimizer}.step() raised {error}. One that evaluates a closure itself, as SAM does, is checked
-    as MixedPrecisionOptimizer(optimizer, closure="reevaluate").""",
-)
-
-CHECK_OF_A_LOOP_ALONE = Refusal(
-    "check of a loop alone",
-    TypeError,
-    "train_step: expected the optimizer that it steps, too, got none. Give it as optimizer=.",
 )
 
 # -- State on the host -------------------------------------------------------------------------------------------------

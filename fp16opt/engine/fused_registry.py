@@ -218,18 +218,6 @@ def fused_spec_for(cls: type) -> FusedStepSpec | None:
     return None
 
 
-def require_fused_spec(cls: type) -> FusedStepSpec:
-    """The spec of a class that had one when its optimizer was wrapped.
-
-    Raises:
-        ValueError: it has none: a copy was unpickled in a process where the class is not registered.
-    """
-    spec = fused_spec_for(cls)
-    if spec is None:
-        raise ValueError(f"{no_fused_step(cls)}. Call fp16opt.register_fused_step for it first.")
-    return spec
-
-
 def no_fused_step(cls: type) -> str:
     """That a class has no fused step, in words."""
     return f"{cls.__name__} is not exactly SGD, Adam or AdamW of torch.optim, Lion, or a registered class"
@@ -335,23 +323,12 @@ def _is_off_host(state: dict[str, Any] | None) -> bool:
     return isinstance(step, Tensor) and step.device.type != "cpu" and step.numel() == 1
 
 
-def _on_host(counters: list[Tensor]) -> list[Tensor]:
-    """Copies on the host, with one wait for each device."""
-    found: list[Tensor] = list(counters)
-    for device in {step.device for step in counters}:
-        places = [k for k, step in enumerate(counters) if step.device == device]
-        values = torch.stack([counters[k].reshape(()) for k in places]).cpu()
-        for k, value in zip(places, values.unbind(), strict=True):
-            found[k] = value.clone().reshape(counters[k].shape)
-    return found
-
-
 def counters_to_host(optimizer: Optimizer) -> None:
     """Put an optimizer's step counters where torch keeps them, before its own step. Syncs where one was elsewhere."""
-    groups = [group for group in optimizer.param_groups if not _stays_on_device(group)]
-    states = [optimizer.state[p] for group in groups for p in group["params"] if _is_off_host(optimizer.state.get(p))]
-    for state, step in zip(states, _on_host([state["step"] for state in states]), strict=True):
-        state["step"] = step
+    for group in optimizer.param_groups:
+        for state in [] if _stays_on_device(group) else [optimizer.state.get(param) for param in group["params"]]:
+            if state is not None and _is_off_host(state):
+                state["step"] = state["step"].cpu()
 
 
 def counters_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -359,11 +336,9 @@ def counters_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Syncs where one was elsewhere.
     """
-    groups = [group for group in state_dict["param_groups"] if not _stays_on_device(group)]
-    keys = [key for group in groups for key in group["params"] if _is_off_host(state_dict["state"].get(key))]
-    if not keys:
-        return state_dict
     states = dict(state_dict["state"])
-    for key, step in zip(keys, _on_host([states[key]["step"] for key in keys]), strict=True):
-        states[key] = {**states[key], "step": step}
+    for group in state_dict["param_groups"]:
+        for key in [] if _stays_on_device(group) else group["params"]:
+            if _is_off_host(states.get(key)):
+                states[key] = {**states[key], "step": states[key]["step"].cpu()}
     return {**state_dict, "state": states}

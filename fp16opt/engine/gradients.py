@@ -217,9 +217,9 @@ class StepState(abc.ABC):
         look = self.see(look)
         stage = self.stage
         if stage.is_closed:
-            raise errors.BACKWARD_AFTER_A_CLIP()
+            raise errors.UNDONE(call="backward", what=errors.EDITED)
         if stage.scale is not None and stage.scale.by.is_grad_scaler:
-            raise errors.BACKWARD_AFTER_UNSCALE()
+            raise errors.UNDONE(call="backward", what=errors.UNSCALED)
         left_over, sums = stage.left_over, None
         if type(stage) is Ready:
             left_over = self._left_over(stage, look, scaler, may_clear)
@@ -457,7 +457,7 @@ class StepState(abc.ABC):
         if type(self.stage) in (Ready, Interrupted) or self.stage.is_to_fold or self.stage.is_sum:
             self.see(look)
         if type(self.stage) in (Checked, Unscaled) and self.stage.scale.by.is_grad_scaler:
-            raise errors.UPDATED_AFTER_UNSCALE()
+            raise errors.UNDONE(call="update_master_grads()", what=errors.UNSCALED)
         if self.waits_for_reduction():
             raise errors.NO_SYNC()
         if self.stage.is_sum:

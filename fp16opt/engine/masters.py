@@ -124,10 +124,6 @@ class Masters:
         No-op: loading gives state those of its master.
         """
 
-    def at_hand(self, params: ParamTable) -> contextlib.AbstractContextManager[None]:
-        """Within, masters hold their values, for any code of the wrapped optimizer's. What it writes there stays."""
-        return ordinary_parameters(params)
-
 
 class NoMasters(Masters):
     """16-bit weights are stepped where they lie, and lose updates smaller than half a unit in the last place."""

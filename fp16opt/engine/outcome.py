@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,11 +125,6 @@ class Outcome:
         self._flags: list[Tensor] | None = None
 
     @property
-    def last_was_skipped(self) -> bool:
-        """Syncs where the decision was taken on the device."""
-        return bool(self.last)
-
-    @property
     def skipped_steps(self) -> int:
         """Those before a checkpoint was loaded included. Syncs where decisions were taken on the device."""
         return self._skipped_before + self._skipped_since() + self._count_given_up()
@@ -202,25 +198,20 @@ class Outcome:
         self.steps, self._skipped_here = steps + 1, skipped_here + (skipped is True)
         self.log.taken = taken + (skipped is False)
         if isinstance(skipped, bool):
-            self._flags = [one.clone() for one in flags] if skipped else None
-            self.last = skipped
-            step.is_counted = True
-            for scaler, norm in check.norms:
-                scaler.see(norm)
-            for scaler, found in check.found:
-                update_scale(scaler, found)
-            return
-        last, counted = self._memory(flags, skipped.device)
+            self._flags, self.last = [one.clone() for one in flags] if skipped else None, skipped
+        else:
+            outcome = self._memory(flags, skipped.device)
         step.is_counted = True
         for scaler, norm in check.norms:
             scaler.see(norm)
-        devices = [one.device for one in flags]
-        if not (devices and skipped.device == devices[0] and all(map(backends.are_compiled, devices))):
-            note(skipped, flags, self._kept, last, counted)
-            for scaler, found in check.found:
-                update_scale(scaler, found)
-        else:
-            self._record_on_device(check, skipped, flags, stats, (last, counted))
+        if not isinstance(skipped, bool):
+            devices = [one.device for one in flags]
+            if devices and skipped.device == devices[0] and all(map(backends.are_compiled, devices)):
+                self._record_on_device(check, skipped, flags, stats, outcome)
+                return
+            note(skipped, flags, self._kept, *outcome)
+        for scaler, found in check.found:
+            update_scale(scaler, found)
 
     def _record_on_device(
         self,
@@ -239,18 +230,10 @@ class Outcome:
                 update_scale(scaler, found)
         else:
             single[0].generation += memory.settings is not None
-        for number, (one, bits, kept) in enumerate(zip(stats, flags, self._kept, strict=True)):
-            if number:
-                backends.close_step(stats=one, flags=bits, kept=kept)
-            else:
-                backends.close_step(
-                    stats=one,
-                    flags=bits,
-                    kept=kept,
-                    found_inf=skipped,
-                    outcome=outcome,
-                    scaler=(None, None, None) if memory is None else memory,
-                )
+        told: dict[str, Any] = {"found_inf": skipped, "outcome": outcome, "scaler": memory or (None, None, None)}
+        for one, bits, kept in zip(stats, flags, self._kept, strict=True):
+            backends.close_step(stats=one, flags=bits, kept=kept, **told)
+            told = {}  # the first device has it
 
     def _memory(self, flags: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
         """(the flag of the last step; the number of skipped steps) of steps that were not read yet.
@@ -283,7 +266,7 @@ class Outcome:
 
     def report(self, params: ParamTable) -> list[Overflow]:
         """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
-        if self._flags is None or not self.last_was_skipped:
+        if self._flags is None or not bool(self.last):
             return []
         bits = [0] * len(params)
         for group, flags in zip(params.devices, self._flags, strict=False):

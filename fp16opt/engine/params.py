@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,6 @@ from ..kernels.lists import is_dense
 from ..kernels.readings import Rows, has_memory
 from ..kernels.tensor_lists import are_items, read, versions_of
 from . import errors
-from .arguments import quoted
 from .diagnostics import describe
 from .dtensors import check_whole, hold, is_sharded, local, pieces, raw_grad, versions
 
@@ -283,17 +282,17 @@ class ParamTable:
         found: list[ParamPair] = []
         labelled: list[tuple[str, Tensor]] = []
         for number, group in enumerate(groups):
-            check_group(group, number, names, by_id)
             for index, param in enumerate(group["params"]):
                 name = name_of(group, index, param, names) or numbered(number, index)
                 pair = by_id.get(id(param))
                 if pair is None:
+                    check_served(param, name, group)
                     pair = ParamPair(param, param, name, number, index, (param.dtype, param.shape, param.device))
                     by_id[id(param)] = pair
                 if not pair.has_master:
                     check_plain(pair.model, name)
                 found.append(pair)
-                labelled.append((name, pair.model))
+                labelled.append((name if param is pair.model else pair.name, pair.model))
         check_apart(labelled)
         kept = {id(pair) for pair in found}
         gone = [pair for pair in known if id(pair) not in kept]
@@ -320,19 +319,6 @@ class ParamTable:
             pair.master, pair.is_apart = adopt(pair.model)
             groups[pair.group]["params"][pair.index] = pair.master
         self._rebuild()
-
-    def check_new_group(self, group: dict[str, Any], number: int, names: dict[int, str]) -> None:
-        """Raise for the first parameter of a group about to be added that can't be served."""
-        check_group(group, number, names, {})
-        known = {id(tensor) for pair in self.all for tensor in (pair.model, pair.master)}
-        for index, param in enumerate(group["params"]):
-            if id(param) in known:
-                raise ValueError(
-                    f"group {number}, param {index}{quoted(name_of(group, index, param, names))}: this parameter is in "
-                    "the optimizer already. Leave it out."
-                )
-            check_plain(param, name_of(group, index, param, names) or numbered(number, index))
-        check_apart([(pair.name, pair.model) for pair in self.all] + labelled([group], names, number))
 
     def changed(self) -> None:
         """Optimizer state or masters were replaced: no plan that was made of them holds."""
@@ -451,13 +437,11 @@ class ParamTable:
             if pair.name == numbered(pair.group, pair.index):
                 pair.name = names.get(id(pair.model), pair.name)
         self.names = [pair.name for pair in self.all]
-        unnamed = {id(p): names[id(p)] for p, called in self._elsewhere() if called == ELSEWHERE and id(p) in names}
+        others = zip(self.elsewhere, self.called_elsewhere, strict=True)
+        unnamed = {id(p): names[id(p)] for p, called in others if called == ELSEWHERE and id(p) in names}
         self.hold_elsewhere(self.elsewhere, unnamed)
         if all(id(param) in names for param in self.elsewhere):
             self.names_elsewhere = list(self.called_elsewhere)  # chosen as those of pairs are
-
-    def _elsewhere(self) -> list[tuple[Tensor, str]]:
-        return list(zip(self.elsewhere, self.called_elsewhere, strict=True))
 
     def indices(self) -> list[tuple[int, int]]:
         """(group, index) of each pair."""
@@ -512,20 +496,15 @@ class ParamTable:
             raise ValueError("model: none of its parameters is in this optimizer. Pass the model that it trains.")
 
 
-def not_in_model(what: str, name: str, param: Tensor, now: object, has_others: bool) -> Exception:
+def not_in_model(what: str, name: str, param: Tensor, there: object) -> Exception:
     """A parameter of the optimizer is not in the module that the user gave: it was replaced, or deleted.
 
     Args:
         what: the argument.
-        now: what the module has under that name; None where it has nothing.
-        has_others: whether another parameter of the optimizer is there.
+        there: what the module has under that name; None where it has nothing.
     """
-    shape = tuple(param.shape)
-    if not has_others:
-        return errors.ANOTHER_MODULE(argument=what, name=name, shape=shape)
-    if isinstance(now, Tensor):
-        return errors.REPLACED(argument=what, name=name, now=tuple(now.shape), shape=shape)
-    return errors.DELETED(argument=what, name=name, shape=shape)
+    now = errors.HAS_ANOTHER.format(shape=tuple(there.shape)) if isinstance(there, Tensor) else ""
+    return errors.NOT_IN_THE_MODEL(argument=what, name=name, shape=tuple(param.shape), now=now)
 
 
 def name_of(group: dict[str, Any], index: int, param: object, names: dict[int, str]) -> str | None:
@@ -572,41 +551,34 @@ def check_plain(model: Tensor, name: str) -> None:
         )
 
 
-def check_group(group: dict[str, Any], number: int, names: dict[int, str], known: Container[int]) -> None:
-    """Raise ``ValueError`` or ``TypeError`` for the first parameter of ``group`` that can't be served.
-
-    Args:
-        known: ids of parameters and masters that are served already.
-    """
-    for index, param in enumerate(group["params"]):
-        if id(param) in known:
-            continue
-        where = f"group {number}, param {index}{quoted(name_of(group, index, param, names))}"
-        if not isinstance(param, Tensor):
-            raise TypeError(f"{where}: expected a tensor, got {type(param).__name__}.")
-        if param.dtype not in HALF_DTYPES + OWN_DTYPES:
-            wanted = "float16, bfloat16, float32 or float64"
-            raise ValueError(
-                f"{where}: expected {wanted}, got {str(param.dtype).removeprefix('torch.')}. "
-                "Leave it out of the wrapped optimizer, or convert it first."
-            )
-        if param.device.type == "meta":
-            raise errors.META(param=where)
-        check_whole(param, where)
-        if (
-            param.layout is torch.strided
-            and param.numel()
-            and any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True))
-        ):
-            raise ValueError(
-                f"{where}: elements of an expanded parameter share memory, so they can't be trained apart, got strides "
-                f"{param.stride()} for shape {tuple(param.shape)}. Make it a tensor of its own, with .clone()."
-            )
-        if group.get("fused") and param.dtype in OWN_DTYPES and param.numel() and not is_dense(param):
-            raise ValueError(
-                f"{where}: torch's fused steps are wrong on parameters whose memory is not dense, got strides "
-                f"{param.stride()} for shape {tuple(param.shape)}. Use fused=False, or make it contiguous."
-            )
+def check_served(param: object, name: str, group: dict[str, Any]) -> None:
+    """Raise ``ValueError`` or ``TypeError`` for a parameter of ``group`` that can't be served."""
+    where = f"parameter {name!r}"
+    if not isinstance(param, Tensor):
+        raise TypeError(f"{where}: expected a tensor, got {type(param).__name__}.")
+    if param.dtype not in HALF_DTYPES + OWN_DTYPES:
+        wanted = "float16, bfloat16, float32 or float64"
+        raise ValueError(
+            f"{where}: expected {wanted}, got {str(param.dtype).removeprefix('torch.')}. "
+            "Leave it out of the wrapped optimizer, or convert it first."
+        )
+    if param.device.type == "meta":
+        raise errors.META(param=where)
+    check_whole(param, where)
+    if (
+        param.layout is torch.strided
+        and param.numel()
+        and any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True))
+    ):
+        raise ValueError(
+            f"{where}: elements of an expanded parameter share memory, so they can't be trained apart, got strides "
+            f"{param.stride()} for shape {tuple(param.shape)}. Make it a tensor of its own, with .clone()."
+        )
+    if group.get("fused") and param.dtype in OWN_DTYPES and param.numel() and not is_dense(param):
+        raise ValueError(
+            f"{where}: torch's fused steps are wrong on parameters whose memory is not dense, got strides "
+            f"{param.stride()} for shape {tuple(param.shape)}. Use fused=False, or make it contiguous."
+        )
 
 
 def check_apart(labelled: Sequence[tuple[str, Tensor]]) -> None:
@@ -682,10 +654,6 @@ class StateByParam(MutableMapping[Any, Any]):
         """The state of a parameter, or ``default``, which does not begin one."""
         mine = self._key(key)
         return self._state.get(mine, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        """Take a parameter's state away, as a dict does."""
-        return self._state.pop(self._key(key), *default)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._state[self._key(key)] = value

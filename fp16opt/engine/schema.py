@@ -47,14 +47,12 @@ _WITH_SETTING = {
     ("RMSprop", "centered"): "grad_avg",
 }
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product", "func_evals", "n_iter"})
-_LBFGS_AFTER_A_STEP = ("d", "t", "old_dirs", "old_stps", "ro", "H_diag", "prev_flat_grad", "prev_loss")
 # Settings that torch.optim came to have over the years; its __setstate__ fills them in for older checkpoints.
 _LATE_SETTINGS = frozenset(
     {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable"} | {"foreach", "fused", "maximize", "nesterov"}
 )
 _FLAGS = _LATE_SETTINGS | {"centered"}  # True or False; 1 and 0 mean the same
 _CHOSEN_BY_TORCH = frozenset({"foreach", "fused"})  # flags that may also be None
-_COUNTS = frozenset({"history_size", "max_eval", "max_iter", "ns_steps"})  # lengths and repeats: ints, and no tensors
 _MAY_BE_INF = frozenset({"d", "step_sizes", "t0"})  # bounds and a beginning: inf means that there is none
 
 HOW_SAVED = "Pass what state_dict() of this class returned (of a saved checkpoint, the entry that holds it)."
@@ -76,14 +74,6 @@ def state_keys(optimizer: Optimizer) -> frozenset[str] | None:
     return frozenset({*_ALWAYS.get(name, "momentum_buffer").split(), *sometimes})
 
 
-def labels_of(optimizer: Optimizer, names: Sequence[str]) -> list[str]:
-    """How messages call each parameter: place, and name if it has one of its own."""
-    places = [
-        f"group {g}, param {i}" for g, group in enumerate(optimizer.param_groups) for i in range(len(group["params"]))
-    ]
-    return [place if name == place else f"{place} ({name!r})" for place, name in zip(places, names, strict=True)]
-
-
 def _type(value: object) -> str:
     return type(value).__name__
 
@@ -99,28 +89,13 @@ def is_ours(sd: Mapping[Any, Any]) -> bool:
 
 
 def check_outside(sd: object, any_form: bool = False) -> None:
-    """Ours or a plain torch.optim one passes; other libraries' kinds are told by name.
+    """Ours or a plain torch.optim one passes.
 
     Args:
         any_form: the wrapped optimizer has a ``load_state_dict`` of its own, which reads what it likes.
     """
     if not isinstance(sd, Mapping):
         raise TypeError(f"state_dict must be a dict, got {_type(sd)}. {HOW_SAVED}")
-    if {"scale", "growth_factor", "_growth_tracker"} <= set(sd):
-        raise ValueError(
-            "state_dict is of a torch.amp.GradScaler: it has a loss scale and no optimizer. Load the "
-            "optimizer's own state_dict here, and set the scale with opt.loss_scale = state_dict['scale']."
-        )
-    if "optimizer_state_dict" in sd or "fp32_from_fp16" in sd:
-        raise ValueError(
-            "state_dict is of an FP16_Optimizer. Load it into a fp16opt.fp16_utils.FP16_Optimizer, which takes its "
-            "masters and its scale; MixedPrecisionOptimizer.state_dict(that) is the same in the keys wanted here."
-        )
-    if any(isinstance(entry, Mapping) and {"loss_scale", "unskipped"} <= set(entry) for entry in sd.values()):
-        raise ValueError(
-            "state_dict is of apex.amp: it has loss scales and no optimizer. Load the optimizer's own "
-            "state_dict here, and set opt.loss_scale = state_dict['loss_scaler0']['loss_scale']."
-        )
     plain = any_form or ("state" in sd and "param_groups" in sd and not any(key in sd for key in KEYS))
     if plain and not is_ours(sd):
         return
@@ -129,8 +104,12 @@ def check_outside(sd: object, any_form: bool = False) -> None:
         found = sorted(map(repr, sd))
         more = "" if len(found) <= 8 else f" and {len(found) - 8} more"
         raise lacks(f"state_dict (with the keys {', '.join(found[:8]) or 'none'}{more})", lacking)
-    if isinstance(sd["version"], bool) or not isinstance(sd["version"], int):
-        raise TypeError(f"version must be an int, got {_type(sd['version'])}. {HOW_SAVED}")
+    for name in ("version", "steps", "skipped_steps"):
+        count = sd.get(name, 0)
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"{name} must be an int, got {_type(count)}. {HOW_SAVED}")
+        if not 0 <= count < 2**63:
+            raise ValueError(f"{name} must be from 0, got {count}. {HOW_SAVED}")
     if sd["version"] not in READ:
         raise ValueError(
             f"version must be one of {', '.join(map(str, READ))}, got {sd['version']}. Load it with the fp16opt "
@@ -138,15 +117,9 @@ def check_outside(sd: object, any_form: bool = False) -> None:
         )
     if sd["version"] > 1 and "steps" not in sd:
         raise lacks("state_dict", ["steps"])
-    for name, which in (("steps", "taken"), ("skipped_steps", "skipped")):
-        count = sd.get(name, 0)
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"{name} must be an int, got {_type(count)}. {HOW_SAVED}")
-        if not 0 <= count < 2**63:
-            raise ValueError(f"{name} must be a number of steps {which}, got {count}. {HOW_SAVED}")
 
 
-def check_masters(saved: object, masters: Sequence[Tensor | None], labels: Sequence[str]) -> None:
+def check_masters(saved: object, masters: Sequence[Tensor | None], names: Sequence[str]) -> None:
     """A float32 tensor of the right shape for each master, and None for each parameter that is its own."""
     if not isinstance(saved, list | tuple):
         raise TypeError(f"masters must be a list, got {_type(saved)}. {HOW_SAVED}")
@@ -155,29 +128,29 @@ def check_masters(saved: object, masters: Sequence[Tensor | None], labels: Seque
             f"masters must have {len(masters)} entries, one for each parameter, got {len(saved)}. "
             "Construct the optimizer over the parameters that it was saved with."
         )
-    for value, master, label in zip(saved, masters, labels, strict=True):
+    for value, master, name in zip(saved, masters, names, strict=True):
         if value is None and master is None:
             continue
         if value is None:
             raise ValueError(
-                f"{label}: masters has None, but this parameter is 16-bit and needs a master. {_SAME_MODEL} If it was "
+                f"{name}: masters has None, but this parameter is 16-bit and needs a master. {_SAME_MODEL} If it was "
                 'saved with master_weights="none": wrap it so here, too. If it was frozen then: set '
                 "requires_grad=False before wrapping, load, and unfreeze it then."
             )
         if not isinstance(value, Tensor):
-            raise TypeError(f"{label}: master must be a tensor, got {_type(value)}. {HOW_SAVED}")
+            raise TypeError(f"{name}: master must be a tensor, got {_type(value)}. {HOW_SAVED}")
         if master is None:
             raise ValueError(
-                f"{label}: masters has a tensor, but this parameter is its own master. {_SAME_MODEL} With "
+                f"{name}: masters has a tensor, but this parameter is its own master. {_SAME_MODEL} With "
                 'master_weights="none" here: wrap it with masters, as it was saved. If it is frozen '
                 "here and was not when that was saved: set requires_grad=True before load_state_dict."
             )
         if value.dtype != torch.float32 or value.layout != torch.strided or value.is_meta:
             kind = f"{value.dtype} on {value.device}, {value.layout}"
-            raise ValueError(f"{label}: master must be a dense float32 tensor, got {kind}. {HOW_SAVED}")
+            raise ValueError(f"{name}: master must be a dense float32 tensor, got {kind}. {HOW_SAVED}")
         if value.shape != master.shape:
             raise ValueError(
-                f"{label}: master must have shape {list(master.shape)}, got {list(value.shape)}. "
+                f"{name}: master must have shape {list(master.shape)}, got {list(value.shape)}. "
                 "Build the model as it was when the checkpoint was saved."
             )
 
@@ -208,7 +181,7 @@ def check_form(sd: Any) -> None:
             seen.add(i)
 
 
-def check_optimizer_state(sd: Any, optimizer: Optimizer, labels: Sequence[str]) -> None:
+def check_optimizer_state(sd: Any, optimizer: Optimizer, names: Sequence[str]) -> None:
     """Form, number of parameters and, for torch's own classes, settings and every parameter's state.
 
     Settings and state of other classes are theirs to judge: a subclass of Adam may keep what it likes.
@@ -216,36 +189,23 @@ def check_optimizer_state(sd: Any, optimizer: Optimizer, labels: Sequence[str]) 
     check_form(sd)
     _check_sizes(sd["param_groups"], optimizer)
     if is_torch_class(optimizer):
-        _check_content(sd, optimizer, labels)
+        _check_content(sd, optimizer, names)
 
 
-def _check_content(sd: Mapping[str, Any], optimizer: Optimizer, labels: Sequence[str]) -> None:
+def _check_content(sd: Mapping[str, Any], optimizer: Optimizer, names: Sequence[str]) -> None:
     groups = sd["param_groups"]
     for number, group in enumerate(groups):
         _check_settings(group, f"optimizer, group {number}", optimizer)
     ids = [i for group in groups for i in group["params"]]
-    by_id = dict(zip(ids, labels, strict=True))
     named_by_str = any(isinstance(i, str) for i in ids)
-    for key in sd["state"]:
+    for key in sd["state"].keys() - set(ids):
         # torch copies state under other keys as it is, and a few optimizers keep global state under a str
-        if key not in by_id and (named_by_str or not isinstance(key, str)):
+        if named_by_str or not isinstance(key, str):
             raise ValueError(f"optimizer: state has the key {key!r}, but no parameter with that id. {HOW_SAVED}")
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    by_param = dict(zip(ids, params, strict=True))
-    for group in groups:
-        entries = {i: sd["state"][i] for i in group["params"] if i in sd["state"]}
-        name = type(optimizer).__name__
-        needed = _ALWAYS.get(name, "").split()
-        needed += [key for (cls, setting), key in _WITH_SETTING.items() if cls == name and group.get(setting)]
-        for i, entry in entries.items():
-            if not isinstance(entry, Mapping):
-                raise TypeError(f"{by_id[i]}: state must be a dict, got {_type(entry)}. {HOW_SAVED}")
-            _check_entry(entry, by_param[i], by_id[i], optimizer, group, needed)
-        _check_alike(entries, by_param, by_id)
-    if type(optimizer).__name__ == "Adagrad":
-        missing = [by_id[i] for i in ids if not sd["state"].get(i)]
-        if missing:  # the only class that makes its state when it is constructed, and never after
-            raise ValueError(f"{missing[0]}: Adagrad has state for every parameter, got none. {HOW_SAVED}")
+    held = [(i, group) for group in groups for i in group["params"]]
+    for (i, group), param, name in zip(held, params, names, strict=True):
+        _check_entry(sd["state"].get(i, {}), param, name, group, type(optimizer).__name__, params)
 
 
 def _check_sizes(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
@@ -259,12 +219,13 @@ def _check_sizes(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> N
 
 
 def _check_settings(group: Mapping[str, Any], where: str, optimizer: Optimizer) -> None:
-    """Every setting is there, of its default's kind, and one that the class can be constructed with."""
+    """Every setting is there, of its default's kind, and the class can be constructed with them."""
     lacking = sorted(set(optimizer.defaults) - set(group) - _LATE_SETTINGS)
     if lacking:
         raise lacks(where, lacking)
     cls = type(optimizer)
     parameters = inspect.signature(cls).parameters
+    given = {}
     for key, like in optimizer.defaults.items():
         if key not in group or not (key in parameters or key in _FLAGS):  # what torch does not know it does not read
             continue
@@ -272,17 +233,12 @@ def _check_settings(group: Mapping[str, Any], where: str, optimizer: Optimizer) 
         always = parameters[key].default if key in parameters else like
         if not _fits(key, like, always, saved):
             raise ValueError(f"{where}: {key} must be of the kind of {like!r}, got {saved!r}. {HOW_SAVED}")
-        if key in _FLAGS:
-            continue
-        try:  # the class knows its ranges
-            cls([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **{key: _plain(saved)})
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{where}: {key} is {saved!r}, which {cls.__name__} refuses: {error}. {HOW_SAVED}"
-            ) from error
-    names = group.get("param_names")
-    if names is not None and (not isinstance(names, list | tuple) or len(names) != len(group["params"])):
-        raise ValueError(f"{where}: param_names must be a list of {len(group['params'])} names. {HOW_SAVED}")
+        if key not in _FLAGS:
+            given[key] = _plain(saved)
+    try:  # the class knows its ranges
+        cls([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {cls.__name__} refuses what it was set to: {error}. {HOW_SAVED}") from error
 
 
 def _fits(key: str, like: object, always: object, saved: Any) -> bool:
@@ -294,8 +250,6 @@ def _fits(key: str, like: object, always: object, saved: Any) -> bool:
     """
     if key in _FLAGS:
         return (saved is None and key in _CHOSEN_BY_TORCH) or (isinstance(saved, int) and saved in (0, 1))
-    if key in _COUNTS:
-        return isinstance(saved, int) and not isinstance(saved, bool) and 0 <= saved < 2**63
     if saved is None:
         return like is None or always is None
     if isinstance(like, list | tuple):
@@ -307,18 +261,21 @@ def _fits(key: str, like: object, always: object, saved: Any) -> bool:
         return like is None or isinstance(like, str)
     if isinstance(saved, bool):  # torch takes weight_decay=False, and True for no number
         return saved is False and isinstance(like, Real) and float(like) == 0.0
-    return _is_number(saved, may_be_inf=key in _MAY_BE_INF) and not (key == "eps" and saved < 0)  # Muon takes any
+    number = _number(saved)
+    if number is None or (key == "eps" and number < 0):  # Muon takes any
+        return False
+    return math.isfinite(number) or (key in _MAY_BE_INF and number == math.inf)
 
 
-def _is_number(value: object, may_be_inf: bool = False) -> bool:
-    """Whether this is one real number that torch can take, in a tensor or not; nan is none."""
+def _number(value: object) -> float | None:
+    """The one real number that this is, in a tensor or not; None for what torch takes for none."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.layout != torch.strided or value.is_meta or value.dtype == torch.bool:
-            return False
+            return None
         value = value.item()
     if isinstance(value, int):
-        return abs(value) < 2**63  # torch takes no other
-    return isinstance(value, Real) and (math.isfinite(value) or (may_be_inf and float(value) == math.inf))
+        return None if isinstance(value, bool) or abs(value) >= 2**63 else float(value)
+    return float(value) if isinstance(value, Real) else None
 
 
 def _plain(value: Any) -> Any:
@@ -329,33 +286,36 @@ def _plain(value: Any) -> Any:
 
 
 def _check_entry(
-    entry: Mapping[Any, Any],
-    param: Tensor,
-    label: str,
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    needed: Sequence[str],
+    entry: object, param: Tensor, name: str, group: Mapping[str, Any], cls: str, params: Sequence[Tensor]
 ) -> None:
     """One parameter's state: what torch.optim's classes keep is known."""
-    name = type(optimizer).__name__
-    lacking = [key for key in needed if key not in entry] if entry else []
-    if lacking:
-        raise lacks(f"{label}: state", lacking)
-    shape = param.shape
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"{name}: state must be a dict, got {_type(entry)}. {HOW_SAVED}")
+    needed = _ALWAYS.get(cls, "").split()
+    needed += [key for (of, setting), key in _WITH_SETTING.items() if of == cls and group.get(setting)]
+    if cls == "Adafactor":
+        needed += ["row_var", "col_var"] if param.dim() > 1 else ["variance"]
+    lacking = [key for key in needed if key not in entry]
+    if lacking and (entry or cls == "Adagrad"):  # the only class that makes its state when it is constructed
+        raise lacks(f"{name}: state", lacking)
     for key, value in entry.items():
-        if _without_data(value):
-            raise ValueError(f"{label}: {key} has a meta tensor, which holds no data. {HOW_SAVED}")
         if key in _NUMBERS:
-            _check_count(key, value, label)
-        like = _like(key, value, shape, name)
+            number = _number(value)
+            if number is None or not 0 <= number < math.inf:  # it counts steps, or shrinks with them
+                raise ValueError(f"{name}: {key} must be one finite number from 0, got {value!r}. {HOW_SAVED}")
+        like = _like(key, value, param.shape, cls)
         if like is not None:
-            _check_tensor(key, value, like, label, may_be_sparse=key == "momentum_buffer")
-    if name == "LBFGS" and entry:
-        _check_lbfgs(entry, group["history_size"], optimizer, label)
+            _check_tensor(key, value, like, name, may_be_sparse=key == "momentum_buffer")
+    if cls == "LBFGS":  # it keeps vectors over all parameters laid end to end, alone and in lists
+        size = sum(one.numel() for one in params)
+        for key, value in entry.items():
+            for one in value if isinstance(value, list) else [value]:
+                if isinstance(one, Tensor) and one.dim():
+                    _check_tensor(key, one, (size,), name)
 
 
-def _like(key: object, value: object, shape: torch.Size, name: str) -> tuple[int, ...] | None:
-    """The shape that state ``key`` of torch's class ``name`` must have; None where nothing is known.
+def _like(key: object, value: object, shape: torch.Size, cls: str) -> tuple[int, ...] | None:
+    """The shape that state ``key`` of torch's class ``cls`` must have; None where nothing is known.
 
     Args:
         shape: of the parameter.
@@ -364,92 +324,21 @@ def _like(key: object, value: object, shape: torch.Size, name: str) -> tuple[int
         return (*shape[:-1], 1)
     if key == "col_var" and len(shape) > 1:
         return (*shape[:-2], 1, shape[-1])
-    if name == "SGD" and key == "momentum_buffer" and value is None:  # SGD takes that for a buffer not yet begun
+    if cls == "SGD" and key == "momentum_buffer" and value is None:  # SGD takes that for a buffer not yet begun
         return None
     return shape if key in PER_ELEMENT else None
 
 
-def _without_data(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.is_meta
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return isinstance(value, list | tuple) and any(map(_without_data, value))
-
-
-def _check_tensor(key: object, value: object, shape: tuple[int, ...], label: str, may_be_sparse: bool = False) -> None:
+def _check_tensor(key: object, value: object, shape: tuple[int, ...], name: str, may_be_sparse: bool = False) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{label}: {key} must be a tensor, got {_type(value)}. {HOW_SAVED}")
+        raise TypeError(f"{name}: {key} must be a tensor, got {_type(value)}. {HOW_SAVED}")
     if value.shape != shape:
         raise ValueError(
-            f"{label}: {key} must have shape {list(shape)}, got {list(value.shape)}. "
+            f"{name}: {key} must have shape {list(shape)}, got {list(value.shape)}. "
             "Build the model as it was when the checkpoint was saved."
         )
-    if not value.is_floating_point():
-        raise ValueError(f"{label}: {key} must be a floating tensor, got {value.dtype}. {HOW_SAVED}")
-    if value.layout != torch.strided and not may_be_sparse:  # SGD's momentum of sparse gradients is sparse
-        raise ValueError(f"{label}: {key} must be a dense tensor, got {value.layout}. {HOW_SAVED}")
-
-
-def _check_count(key: object, value: object, label: str) -> None:
-    """What counts steps, or shrinks with them, is never negative, nan or inf."""
-    _check_number(key, value, label)
-    number = float(value)  # type: ignore[arg-type]
-    if not 0 <= number < math.inf:
-        raise ValueError(f"{label}: {key} must be a finite number from 0, got {number}. {HOW_SAVED}")
-
-
-def _check_number(key: object, value: object, label: str) -> None:
-    if isinstance(value, Tensor):
-        odd = value.is_complex() or value.dtype == torch.bool
-        fits = value.numel() == 1 and value.layout == torch.strided and not odd
-    else:
-        fits = isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)  # torch takes no other
-    if not fits:
-        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else _type(value)
-        raise ValueError(f"{label}: {key} must be one number, got {got}. {HOW_SAVED}")
-
-
-def _check_lbfgs(entry: Mapping[Any, Any], history: int, optimizer: Optimizer, label: str) -> None:
-    """LBFGS keeps vectors over all parameters laid end to end, in lists of equal length."""
-    if not float(entry["n_iter"]) > 0:
-        return
-    lacking = [key for key in _LBFGS_AFTER_A_STEP if key not in entry]
-    if lacking:
-        raise lacks(f"{label}: state", lacking)
-    dirs, steps, factors = (entry[key] for key in ("old_dirs", "old_stps", "ro"))
-    lists = all(isinstance(one, list) and len(one) == len(dirs) for one in (dirs, steps, factors))
-    if not lists or len(dirs) > history:
+    is_dense = value.layout == torch.strided or may_be_sparse  # as SGD's momentum of sparse gradients
+    if not (value.is_floating_point() and is_dense):
         raise ValueError(
-            f"{label}: old_dirs, old_stps and ro must be lists of one length, at most {history}. {HOW_SAVED}"
+            f"{name}: {key} must be a dense floating tensor, got {value.dtype}, {value.layout}. {HOW_SAVED}"
         )
-    if "al" in entry and not (isinstance(entry["al"], list) and len(entry["al"]) >= history):
-        raise ValueError(f"{label}: al must be a list with room for {history} numbers. {HOW_SAVED}")
-    size = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    vectors = {
-        "d": [entry["d"]],
-        "prev_flat_grad": [entry["prev_flat_grad"]],
-        "old_dirs": dirs,
-        "old_stps": steps,
-    }
-    for key, values in vectors.items():
-        for value in values:
-            _check_tensor(key, value, (size,), label)
-    for key, values in {"ro": factors, **{k: [entry[k]] for k in ("t", "H_diag", "prev_loss")}}.items():
-        for value in values:
-            _check_number(key, value, label)
-
-
-def _check_alike(
-    entries: Mapping[Any, Mapping[Any, Any]], params: Mapping[Any, Tensor], labels: Mapping[Any, str]
-) -> None:
-    """Parameters of one group and of as many dimensions have the same state, where they have any."""
-    common: dict[int, dict[Any, Any]] = {}
-    for i, entry in entries.items():
-        if entry:
-            keys = [key for key in entry if key == "step" or key in PER_ELEMENT]
-            common.setdefault(params[i].dim(), {}).update(dict.fromkeys(keys, i))
-    for i, entry in entries.items():
-        for key, other in common.get(params[i].dim(), {}).items():
-            if entry and key not in entry:
-                raise ValueError(f"{labels[i]}: state lacks {key!r}, which {labels[other]} has. {HOW_SAVED}")

@@ -425,12 +425,12 @@ def refusal_of_writes(stage: Any, names: str, grads: Grads, replicas: Replicas) 
     """
     has_moved = not replicas.are_told and any(grad is not None and grad._is_view() for grad in grads)
     if stage.is_sum:
-        return errors.WRITTEN_AFTER_THE_FOLD(names=names)
+        return errors.FOLDED(name=f": {names}")
     if stage.scale.by.is_grad_scaler:
         return errors.CLIPPED_THE_MODEL(names=names)
-    refusal = errors.WRITTEN_AFTER_BACKWARD if type(stage) is Scaled else errors.WRITTEN_AFTER_THE_CHECK
-    return refusal(
+    return errors.WRITTEN(
         names=names,
+        since="backward(loss) had made them" if type(stage) is Scaled else "they were checked",
         clip="" if stage.scale.by is ScaledBy.ENGINE else errors.CLIP_UNDER_A_GRAD_SCALER,
         moved=errors.DDP_MOVES_GRADIENTS if has_moved else "",
     )

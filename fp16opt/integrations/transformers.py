@@ -12,7 +12,6 @@ import transformers
 from accelerate.utils import save_fsdp_model
 from torch import Tensor, nn
 
-from ..engine import errors
 from ..engine.missing_scale import WayToScale
 from ..engine.parts import inside
 from ..optimizer import MixedPrecisionOptimizer
@@ -104,7 +103,10 @@ class MasterWeightsMixin:
         order = cls.__mro__
         if transformers.Trainer in order and order.index(transformers.Trainer) < order.index(MasterWeightsMixin):
             first = next(base for base in cls.__bases__ if issubclass(base, transformers.Trainer)).__name__
-            raise errors.MIXIN_BEHIND(mine=cls.__name__, trainer=first)
+            raise TypeError(
+                f"{cls.__name__}: MasterWeightsMixin stands behind {first}, and would change nothing. Write class "
+                f"{cls.__name__}(MasterWeightsMixin, {first})."
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's; then its accelerator is one that has masters."""

@@ -204,7 +204,7 @@ def refused_loads(rank: int, size: int, folder: str) -> None:
         (TypeError, "expected a fp16opt", lambda: distributed.load(path, model, opt.optimizer)),
         (
             ValueError,
-            "this optimizer, which trains 'a.weight'",
+            "model has no parameter 'a.weight' of this optimizer",
             lambda: distributed.load(path, Net(), opt),
         ),
         (TypeError, "must be a dict", lambda: distributed.load_state_dict(model, opt, [])),

@@ -114,10 +114,8 @@ def test_unsupported_param_dtype_is_refused_by_name(dtype: torch.dtype, named: b
     with pytest.raises((TypeError, ValueError)) as err:
         MixedPrecisionOptimizer(inner, named_parameters=names)
     text = str(err.value)
-    assert "group 1" in text
-    assert "param 1" in text
+    assert f"parameter {'layer.weight' if named else 'group 1, param 1'!r}: expected" in text
     assert str(dtype).removeprefix("torch.") in text
-    assert ("layer.weight" in text) == named
     assert inner.param_groups[0]["params"][0] is good, "the first group was already replaced"
 
 
@@ -219,7 +217,7 @@ def test_add_param_group_refuses_bad_and_repeated_params_and_changes_nothing() -
     opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
     for bad in ([nn.Parameter(torch.zeros(1, dtype=torch.complex64))], [ones(), p]):
         before = snapshot(opt, [p])
-        with pytest.raises((TypeError, ValueError), match=r"complex64|more than one|some parameters|already"):
+        with pytest.raises((TypeError, ValueError), match=r"complex64|are one, in the optimizer twice"):
             opt.add_param_group({"params": bad})
         assert_same(snapshot(opt, [p]), before)
         assert len(list(opt.model_params())) == 1

@@ -25,7 +25,6 @@ from engine.checks import (
     train,
 )
 from engine.split_cases import ONE_PASS, by_dtype, gradients, masters, pair, state_of, step_both, wrap
-from fp16opt import register_fused_step
 
 
 @pytest.mark.parametrize("case", params_of(ONE_PASS))
@@ -144,17 +143,3 @@ def test_marks_on_parameters_are_on_what_is_stepped(mode: str) -> None:
     p.use_muon = True  # type: ignore[attr-defined]
     opt = wrap(SGD([p], lr=0.5), mode)
     assert groups_params(opt)[0].use_muon is True
-
-
-def test_what_eval_of_an_optimizer_writes_stays_in_every_split_master() -> None:
-    class Doubles(SGD):
-        def eval(self) -> None:
-            for p in groups_params(self):
-                p.data.mul_(2.0)
-
-    register_fused_step(Doubles, "sgd", {"lr": "lr"})
-    params = [ones(2), ones(3)]
-    opt = wrap(Doubles(params, lr=0.5))
-    opt.eval()
-    assert [m.tolist() for m in masters(opt)] == [[2.0] * 2, [2.0] * 3]
-    assert [p.tolist() for p in params] == [[2.0] * 2, [2.0] * 3]

@@ -461,7 +461,7 @@ def half() -> Tensor:
 
 WHEN_WRAPPED: dict[str, tuple[dict[str, Any], str]] = {
     "value": ({"gradient_release": "yes"}, "gradient_release: expected one of False, True, got 'yes'"),
-    "held": ({"gradient_release": "held"}, 'gradient_release="held" was removed in 0.2; use True'),
+    "held": ({"gradient_release": "held"}, r"gradient_release: expected one of False, True, got 'held'"),
     "number": ({"gradient_release": 1}, "gradient_release: expected one of False, True, got 1"),
     "general": (
         {"fused_step": False},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -20,6 +22,7 @@ from fp16opt import (
     GradScaler,
     MixedPrecisionOptimizer,
     PreflightFinding,
+    amp,
     check,
 )
 
@@ -418,6 +421,44 @@ def test_what_it_refuses() -> None:
         check(model, loss, lr=float("nan"))
     with pytest.raises(ValueError, match=r"model: expected parameters that require grad, got none"):
         check(mlp().requires_grad_(False), loss)
+
+
+class Uncopied(SGD):
+    """Is stepped by one thread at a time."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lock = threading.Lock()
+
+
+class TwoCalls(SGD):
+    """Evaluates its closure twice."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return closure() + closure()
+
+
+def test_optimizers_that_it_can_t_step_or_undo_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    loss, params = loss_of(model), list(model.parameters())
+    with pytest.raises(TypeError, match=r"no copy of this Uncopied could be made \(TypeError: cannot"):
+        check(model, loss, Uncopied(params, lr=0.1))
+    with pytest.raises(TypeError, match=r"TwoCalls\.step\(\) raised TypeError: .*closure=\"reevaluate\""):
+        check(model, loss, TwoCalls(params, lr=0.1))
+    with pytest.raises(TypeError, match="train_step: expected the optimizer that it steps, too, got none"):
+        check(model, loss, train_step=lambda: None)
+    with pytest.raises(ValueError, match="leaves no gradient to look at"):
+        check(model, loss, MixedPrecisionOptimizer(SGD(mlp().parameters(), lr=0.1), gradient_release=True))
+    plain = amp.initialize(model, SGD(params, lr=0.1), opt_level="O0", verbosity=0)[1]
+    with pytest.raises(TypeError, match=r"amp\.initialize has made this SGD, at a level without master weights"):
+        check(model, loss, plain)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+        with pytest.raises(RuntimeError, match="called in a training of several processes"):
+            check(model, loss, SGD(params, lr=0.1))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_findings_are_plain_values() -> None:

@@ -231,8 +231,7 @@ class Changes:
         for number, mine in pairs.items():
             if number not in names:
                 known = self._names.get(mine, mine.name)
-                has_others = any(one in names for one in pairs)
-                raise not_in_model("model", known, mine.model, tensors.get(known), has_others)
+                raise not_in_model("model", known, mine.model, tensors.get(known))
         seen = []
         for number, (name, *tied) in names.items():
             tensor, pair = tensors[name], pairs.get(number)
@@ -244,8 +243,6 @@ class Changes:
             region = _region("tensor", name, tensor)
             if pair is not None:
                 self._names[pair] = name
-                if pair not in self._known and name in self._known:  # it was in the model before it was trained
-                    self._known[pair] = self._known.pop(name)
             seen.append(_seen(name, tuple(tied), tensor, region, name if pair is None else pair))
         return seen
 

@@ -6,7 +6,6 @@ under which the optimizer keeps its state. They read as nan.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from torch import Tensor
 from ... import kernels
 from ...kernels.calls import Entries
 from .. import errors
-from ..dtensors import as_piece_of, different_bits, hold, is_sharded, local, pieces, raw_grad, set_raw_grad
-from ..masters import Masters, ordinary_parameters
-from ..params import MASTER_OF, DeviceParams, ParamPair, ParamTable
+from ..dtensors import as_piece_of, different_bits, hold, is_sharded, local, pieces
+from ..masters import Masters
+from ..params import MASTER_OF, DeviceParams, ParamPair
 
 
 def placeholder(param: Tensor) -> Tensor:
@@ -57,7 +56,8 @@ class RefusesWrites:
         name = getattr(func, "__name__", "")
         if _writes_in_place(name) or "out" in given:
             written = [given["out"]] if "out" in given else list(args[:1])
-            if any(isinstance(one, RefusesWrites) for one in _flat(written)):
+            flat = [part for one in written for part in (one if isinstance(one, list | tuple) else [one])]
+            if any(isinstance(part, RefusesWrites) for part in flat):
                 raise errors.SPLIT_MASTER_WRITTEN(operation=name)
         return torch._C._disabled_torch_function_impl(func, types, args, given)
 
@@ -67,14 +67,6 @@ def _writes_in_place(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
     return name.endswith("_") and name not in ("requires_grad_", "detach_")
-
-
-def _flat(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
 
 
 class SplitMasters(Masters):
@@ -220,29 +212,6 @@ class SplitMasters(Masters):
                 alike = isinstance(value, Tensor) and value.layout is torch.strided and not is_sharded(value)
                 if alike and value.shape == rest.shape and value.stride() != rest.stride():
                     held[key] = torch.empty_like(rest, dtype=value.dtype, device=value.device).copy_(value)
-
-    @contextlib.contextmanager
-    def at_hand(self, params: ParamTable) -> Iterator[None]:
-        """Within, the placeholders hold the masters' values, all at once: 4 more bytes a parameter."""
-        filled: list[tuple[list[ParamPair], list[Tensor]]] = []
-        grads = [(pair.master, raw_grad(pair.master)) for pair in params.all if id(pair.master) in self._rests]
-        try:
-            for master, _ in grads:
-                set_raw_grad(master, None)  # of strides that the values may not have
-            for device in params.devices:
-                pairs = [pair for pair in device.pairs if id(pair.master) in self._rests]
-                filled.append((pairs, self.read(pairs)))
-                for pair, value in zip(*filled[-1], strict=True):
-                    hold(pair.master, local(value))
-            with ordinary_parameters(params):
-                yield
-        finally:
-            for pairs, _ in filled:
-                self.write(pairs, [pair.master.detach() for pair in pairs])
-                for pair in pairs:
-                    hold(pair.master, local(placeholder(pair.model)))
-            for master, grad in grads:
-                set_raw_grad(master, grad)
 
 
 def _find_ties(model: Tensor, master: Tensor) -> _Ties | None:

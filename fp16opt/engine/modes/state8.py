@@ -6,16 +6,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels import state8
 from ...kernels.pieces import WHOLE, Piece
-from ..dtensors import as_piece_of, cuts_of, is_sharded, local, piece_of, pieces
+from ..dtensors import as_piece_of, cuts_of, local, piece_of, pieces
 from ..fused_registry import FUNCTORS, CannotServe, FusedStepSpec, check_fp32_state, fused_spec_for, new_counter
-from ..schema import HOW_SAVED, check_form, check_outside, is_ours
 
 LEAST, LEAST_ROW = 4096, 64
 """Elements from which on a parameter's state is kept in 8 bits: in all, and in one index of its first dimension."""
@@ -58,12 +57,6 @@ def coded_piece(model: Tensor) -> Piece | None:
     return Piece(piece.offset, row, row) if row % state8.BLOCK and local(model).numel() else Piece(piece.offset)
 
 
-def cut_within_blocks(model: Tensor) -> bool:
-    """Whether it is only the mesh that has a parameter's state stay FP32."""
-    whole = torch.empty(model.shape, dtype=torch.float32, device="meta")
-    return is_sharded(model) and coded_piece(model) is None and coded_piece(whole) is not None
-
-
 def _begins_blocks(model: Tensor, dim: int, count: int) -> bool:
     """Whether shards along a dimension behind the first, of which there are ``count``, begin where blocks do."""
     size, inner = model.shape[dim], math.prod(model.shape[dim + 1 :])
@@ -79,10 +72,6 @@ def _begins_blocks(model: Tensor, dim: int, count: int) -> bool:
 def _limit(group: Mapping[str, Any]) -> float:
     beta1, beta2 = group["betas"]
     return state8.ratio_limit(float(beta1), float(beta2))
-
-
-def _moments(_: dict[str, Any]) -> tuple[str, ...]:
-    return ("step", *_MOMENTS)
 
 
 def _room_for_codes(model: Tensor, names: Sequence[str], device: torch.device | None = None) -> dict[str, Any]:
@@ -134,10 +123,6 @@ def _convert_moments(state: dict[str, Any], group: dict[str, Any], model: Tensor
 
 
 # -- SGD ---------------------------------------------------------------------------------------------------------------
-
-
-def _momentum(_: dict[str, Any]) -> tuple[str, ...]:
-    return _MOMENTUM
 
 
 def _make_momentum(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
@@ -206,9 +191,9 @@ class EightBitSpec(FusedStepSpec):
     @functools.cached_property
     def _coded(self) -> FusedStepSpec:
         if self._is_sgd:
-            parts: dict[str, Any] = {"state_names": _momentum, "make_state": _make_momentum}
+            parts: dict[str, Any] = {"state_names": lambda _: _MOMENTUM, "make_state": _make_momentum}
         else:
-            parts = {"state_names": _moments, "make_state": _make_moments}
+            parts = {"state_names": lambda _: ("step", *_MOMENTS), "make_state": _make_moments}
         return dataclasses.replace(self, step=state8.named_step, check_state=_check_codes, piece=coded_piece, **parts)
 
     def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
@@ -277,121 +262,70 @@ def expanded(state_dict: Any, names: Sequence[str]) -> Any:
 
     Syncs where there are codes.
     """
-    inner = state_dict.get("optimizer", state_dict) if isinstance(state_dict, Mapping) else None
-    state = inner.get("state") if isinstance(inner, Mapping) else None
-    if not isinstance(state, Mapping):
-        return state_dict
+    state = _state_in(state_dict)
     coded = [key for key, entry in state.items() if isinstance(entry, Mapping) and _OWN_NAMES & entry.keys()]
     if not coded:
         return state_dict
     for key in coded:
         _check_saved(state[key], _label(key, names))
-    whole = {**inner, "state": {key: whole_entry(entry) for key, entry in state.items()}}  # type: ignore[dict-item]
-    return whole if inner is state_dict else {**state_dict, "optimizer": whole}
+    whole = {key: whole_entry(entry) for key, entry in state.items()}
+    if "optimizer" not in state_dict:
+        return {**state_dict, "state": whole}
+    return {**state_dict, "optimizer": {**state_dict["optimizer"], "state": whole}}
 
 
-def optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plain optimizer of the wrapped class loads, out of a state_dict of `MixedPrecisionOptimizer`.
-
-    For leaving: the model's weights in FP32 are ``opt.fp32_state_dict(model)``, and this is the optimizer's state over
-    them. Does not sync.
-
-    Args:
-        state_dict: what ``state_dict()`` of a `MixedPrecisionOptimizer` returned, or a plain state_dict of torch.optim.
-
-    Returns:
-        ``{'state': ..., 'param_groups': ...}``, state in FP32 where the parameter was 16-bit; of a class with a
-        state_dict of another form, that form. Not a copy: it is the entry of ``state_dict``, and a plain state_dict
-        comes back as it is.
-
-    Raises:
-        TypeError: ``state_dict`` or a part of it is of another type.
-        ValueError: it is neither of the two; names what is lacking.
-
-    Example:
-        >>> import fp16opt
-        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-        >>> opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5, momentum=0.9))
-        >>> opt.backward(weight.float().sum())
-        >>> opt.step()
-        >>> plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
-        >>> plain.load_state_dict(fp16opt.optimizer_state(opt.state_dict()))
-        >>> plain.state_dict()["state"][0]["momentum_buffer"], plain.param_groups[0]["lr"]
-        (tensor([1., 1.]), 0.5)
-    """
-    state_dict = expanded(state_dict, ())
-    check_outside(state_dict)
-    found: Any = state_dict["optimizer"] if is_ours(state_dict) else state_dict
-    if not isinstance(found, Mapping):
-        raise TypeError(f"optimizer must be a dict, got {type(found).__name__}. {HOW_SAVED}")
-    if found is state_dict or not found or "state" in found or "param_groups" in found:
-        check_form(found)
-    return cast("dict[str, Any]", found)
+def _state_in(state_dict: Any) -> Mapping[Any, Any]:
+    """The state in a checkpoint, ours or the wrapped optimizer's own; empty where there is none."""
+    inner = state_dict.get("optimizer", state_dict) if isinstance(state_dict, Mapping) else None
+    state = inner.get("state") if isinstance(inner, Mapping) else None
+    return state if isinstance(state, Mapping) else {}
 
 
-def _check_saved(entry: Mapping[str, Any], label: str) -> None:
-    """Raise unless codes of a checkpoint can be decoded."""
-    form, block = entry.get(_FORMAT), entry.get(_BLOCK)
-    known = {"ratio8": _MOMENTS, "block8": _MOMENTUM}
-    if not isinstance(form, str) or form not in known:
-        raise ValueError(
-            f"{label}: {_FORMAT} must be 'ratio8' or 'block8', got {form!r}. Save it with state_dict(), which holds "
-            "FP32, with the fp16opt release that wrote it."
-        )
-    if not isinstance(block, int) or isinstance(block, bool) or not 0 < block <= 65536 or block & (block - 1):
-        raise ValueError(f"{label}: {_BLOCK} must be a power of two up to 65536, got {block!r}. {_HOW_SAVED}")
-    whole = [name for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") if name in entry]
-    if whole:
-        raise ValueError(f"{label}: {whole[0]} is there beside its codes. {_HOW_SAVED}")
-    for name in known[form]:
-        if not isinstance(entry.get(name), Tensor):
-            raise TypeError(f"{label}: {name} must be a tensor, got {type(entry.get(name)).__name__}. {_HOW_SAVED}")
-    codes: list[Tensor] = [entry[name] for name in known[form][:-1]]
-    scales: Tensor = entry[known[form][-1]]
-    for name, code, dtype in zip(known[form], codes, (torch.int8, torch.uint8), strict=False):
-        if code.dtype != dtype or code.shape != codes[0].shape or code.layout != torch.strided or code.is_meta:
-            raise ValueError(
-                f"{label}: {name} must be {str(dtype)[6:]} of shape {list(codes[0].shape)}, got {_described(code)}. "
-                f"{_HOW_SAVED}"
-            )
-    if bool((codes[0] == -128).any()):
-        raise ValueError(f"{label}: {known[form][0]} holds -128, which is no code. {_HOW_SAVED}")
-    unit, numel, name = entry.get(_UNIT, 0), codes[0].numel(), known[form][-1]
-    if not isinstance(unit, int) or isinstance(unit, bool) or unit < 0 or (unit and numel % unit):
-        raise ValueError(f"{label}: {_UNIT} must be 0 or divide the {numel} elements, got {unit!r}. {_HOW_SAVED}")
-    wanted = Piece(0, unit, unit).block_count(numel, block)
-    has_form = (scales.dtype, tuple(scales.shape), scales.layout) == (torch.float32, (wanted,), torch.strided)
-    if not has_form or scales.is_meta:
-        raise ValueError(
-            f"{label}: {name} must be float32 of shape [{wanted}], one for every {block} elements of a unit, got "
-            f"{_described(scales)}. {_HOW_SAVED}"
-        )
-    if not bool(((scales >= 0) & (scales <= _LARGEST[form])).all()):
-        raise ValueError(f"{label}: {name} must be from 0 to {_LARGEST[form]:g}. {_HOW_SAVED}")
-    limit = entry.get(_LIMIT)
-    if form == "ratio8" and not (isinstance(limit, float) and 2.0**-20 <= limit <= 2.0**20):
-        raise ValueError(f"{label}: {_LIMIT} must be a number from 2**-20 to 2**20, got {limit!r}. {_HOW_SAVED}")
+def _check_saved(entry: Any, label: str) -> None:
+    """Raise ``ValueError`` unless codes of a checkpoint can be decoded."""
+
+    def require(fits: bool, wanted: str, came: object) -> None:
+        if not fits:
+            raise ValueError(f"{label}: {wanted}, got {came}. {_HOW_SAVED}")
+
+    form, block, unit, limit = [entry.get(key) for key in (_FORMAT, _BLOCK, _UNIT, _LIMIT)]
+    names = _MOMENTS if form == "ratio8" else _MOMENTUM
+    require(form in ("ratio8", "block8"), f"{_FORMAT} must be 'ratio8' or 'block8'", repr(form))
+    is_power = type(block) is int and 0 < block <= 65536 and not block & (block - 1)
+    require(is_power, f"{_BLOCK} must be a power of two up to 65536", repr(block))
+    shape = tuple(getattr(entry.get(names[0]), "shape", ()))
+    numel, unit = math.prod(shape), 0 if unit is None else unit
+    is_part = type(unit) is int and unit >= 0 and not (unit and numel % unit)
+    require(is_part, f"{_UNIT} must be 0 or divide the {numel} elements", repr(unit))
+    kinds = [(dtype, shape) for dtype in (torch.int8, torch.uint8)[: len(names) - 1]]
+    kinds.append((torch.float32, (Piece(0, unit, unit).block_count(numel, block),)))
+    for name, (dtype, wanted) in zip(names, kinds, strict=True):
+        came: Any = entry.get(name)
+        is_dense = isinstance(came, Tensor) and came.layout is torch.strided and not came.is_meta
+        fits = is_dense and (came.dtype, tuple(came.shape)) == (dtype, wanted)
+        require(fits, f"{name} must be a dense tensor, {str(dtype)[6:]} of shape {list(wanted)}", _described(came))
+    codes, scales, most = entry[names[0]], entry[names[-1]], _LARGEST[str(form)]
+    require(not bool((codes == -128).any()), f"{names[0]} must hold codes", "-128, which is none")
+    in_range = bool(((scales >= 0) & (scales <= most)).all())
+    require(in_range, f"{names[-1]} must be from 0 to {most:g}", "others")
+    is_limit = form == "block8" or (isinstance(limit, float) and 2.0**-20 <= limit <= 2.0**20)
+    require(is_limit, f"{_LIMIT} must be a number from 2**-20 to 2**20", repr(limit))
 
 
-def _described(tensor: Tensor) -> str:
-    """A refused tensor, in words."""
-    odd = "meta " if tensor.is_meta else "" if tensor.layout == torch.strided else f"{str(tensor.layout)[6:]} "
-    return f"{odd}{str(tensor.dtype)[6:]} of shape {list(tensor.shape)}"
+def _described(value: object) -> str:
+    """What was refused, in words."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype)[6:]} of shape {list(value.shape)} on {value.device}, {str(value.layout)[6:]}"
 
 
 def check_moments(state_dict: Any, names: Sequence[str]) -> None:
     """Raise ``ValueError`` for a moment that is to be kept in 8 bits and has no code. Syncs."""
-    inner = state_dict.get("optimizer", state_dict) if isinstance(state_dict, Mapping) else None
-    state = inner.get("state") if isinstance(inner, Mapping) else None
-    for key, entry in state.items() if isinstance(state, Mapping) else ():
-        moments = (
-            {k: entry.get(k) for k in ("exp_avg_sq", "exp_avg", "momentum_buffer")}
-            if isinstance(entry, Mapping)
-            else {}
-        )
-        for name, value in moments.items():
+    for key, entry in _state_in(state_dict).items():
+        for name in ("exp_avg_sq", "exp_avg", "momentum_buffer") if isinstance(entry, Mapping) else ():
+            value = entry.get(name)
             if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
-                continue  # the plan of the load refuses it
+                continue  # the check of the load refuses it
             low = 0.0 if name == "exp_avg_sq" else -torch.inf
             if not bool(((value >= low) & value.isfinite()).all()):
                 raise ValueError(

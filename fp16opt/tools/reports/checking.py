@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...engine import errors
 from ...engine.diagnostics import describe, groups_without_eps
 from ...engine.dtensors import raw_grad, version
 from ...engine.modes.closures import closure_mode
@@ -178,7 +177,10 @@ class Checking:
             if self.wrapper is not None:
                 raise
             kind, told = type(twin.optimizer).__name__, f"TypeError: {error}"
-            raise errors.CHECK_OF_A_CLOSURE(optimizer=kind, error=told) from error
+            raise TypeError(
+                f"optimizer: {kind}.step() raised {told}. One that evaluates a closure itself, as SAM does, is checked "
+                'as MixedPrecisionOptimizer(optimizer, closure="reevaluate").'
+            ) from error
 
     def _calibrate(self, twin: MixedPrecisionOptimizer) -> bool:
         """The first step that is taken. False where none is, which has become a finding."""

@@ -377,7 +377,7 @@ class Monitor:
             table = self._gather(wrapper, torch.cat([torch.cat([sample.gradients, came]), updates], dim=1))
         if self._writes:
             self._flush()
-            skipped = wrapper.outcome.last_was_skipped
+            skipped = bool(wrapper.outcome.last)
             whole = [name for name, kind in self._kinds.items() if kind["stepped"] in ("float16", "bfloat16")]
             rows = {
                 name: _in_words(numbers, skipped, name in whole)

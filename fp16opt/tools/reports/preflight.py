@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...engine import errors
 from ...engine.arguments import check_number
 from .checking import Checking
 from .findings import PreflightFinding, worst_first
@@ -127,7 +126,7 @@ def check(
         raise ValueError(f"steps: expected an integer of 4 or more, got {steps!r}.")
     held = held_by(optimizer)
     if train_step is not None and held is None:
-        raise errors.CHECK_OF_A_LOOP_ALONE()
+        raise TypeError("train_step: expected the optimizer that it steps, too, got none. Give it as optimizer=.")
     if held is None and not any(param.requires_grad for param in model.parameters()):
         raise ValueError("model: expected parameters that require grad, got none. Unfreeze those that are to train.")
     _refuse_many_ranks()
@@ -145,4 +144,8 @@ def check(
 def _refuse_many_ranks() -> None:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise errors.CHECK_ON_MANY_RANKS()
+        raise RuntimeError(
+            "fp16opt.check was called in a training of several processes, whose steps it can't take alone. Check the "
+            "model in one process, before it is given to DistributedDataParallel or fully_shard; fp16opt.diagnose "
+            "works on several."
+        )

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...engine import errors
 from ...engine.parts import inside, is_wrapper
 from ...engine.wrapped_step import extras
 from ...optimizer import MixedPrecisionOptimizer
@@ -34,9 +33,15 @@ def held_by(optimizer: object) -> Optimizer | None:
             "GradScaler goes by scaler=."
         )
     if not is_wrapper(held) and hasattr(held, "amp"):
-        raise errors.CHECK_OF_APEX_O1(optimizer=type(held).__name__)
+        raise TypeError(
+            f"optimizer: amp.initialize has made this {type(held).__name__}, at a level without master weights, and "
+            "its scale is amp's. Check model and optimizer before amp.initialize, or at O2."
+        )
     if isinstance(held, MixedPrecisionOptimizer) and held.gradient_release:
-        raise errors.CHECK_OF_RELEASED_GRADIENTS()
+        raise ValueError(
+            "optimizer: gradient_release=True steps parameters in every backward, and leaves no gradient to look at. "
+            "Check the same model with an optimizer that was made without it."
+        )
     return held
 
 
@@ -96,5 +101,8 @@ def _copied(optimizer: Optimizer, shared: Iterable[Tensor]) -> Optimizer:
             made.__dict__.setdefault(name, copy.deepcopy(value, memo))
     except Exception as error:  # whatever a class keeps that can't be copied
         told = f"{type(error).__name__}: {error}"
-        raise errors.CHECK_OF_WHAT_CANNOT_BE_COPIED(optimizer=type(optimizer).__name__, error=told) from error
+        raise TypeError(
+            f"optimizer: no copy of this {type(optimizer).__name__} could be made ({told}), and the check trains with "
+            "a copy. Leave the optimizer out, and say lr=."
+        ) from error
     return made
