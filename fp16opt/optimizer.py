@@ -33,22 +33,22 @@ from .engine.diagnostics import (
 )
 from .engine.dtensors import raw_grad
 from .engine.folded import unmark
-from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, require_fused_spec, steps_on_device
+from .engine.fused_registry import counters_saved, no_fused_step, require_fused_spec, steps_on_device
 from .engine.gradients import StepState
 from .engine.look import Look
-from .engine.masters import Masters, NoMasters, on_memory_of, own_masters
+from .engine.masters import Home, Masters, NoMasters, on_memory_of, own_masters
 from .engine.missing_scale import WayToScale, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.changes import Changes, require_tensors
 from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
-from .engine.modes.offload import HOST, Offload, asking, check_served
+from .engine.modes.offload import OnHost, asking, check_served
 from .engine.modes.release import ReleasedStep, ReleasingState, check_release
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
 from .engine.one_pass import OnePassStep, check_one_pass
 from .engine.outcome import Outcome, read_at_once
-from .engine.params import HALF_DTYPES, ParamPair, ParamTable, StateByParam, labelled
+from .engine.params import HALF_DTYPES, ParamTable, StateByParam, labelled
 from .engine.passes import Gradients
 from .engine.ranks import Digest, Facts
 from .engine.schema import is_ours
@@ -79,7 +79,6 @@ _NOT_COPIED = (
     "step_state",
     "_true_gradients",
     "_spec",
-    "_offload",
     "_shelf",
     "_stepper",
     "_guard",
@@ -248,26 +247,24 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Raise ``ValueError`` where an optimizer that is about to be wrapped does not go with the arguments."""
         self._spec: Any = state8.spec_of(self.config.optimizer_state, type(optimizer))
         groups = optimizer.param_groups
-        check_one_pass(self.config, optimizer, self._spec, groups, self._names, is_new=True)
-        if self.config.optimizer_state == "8bit":
-            state8.check_moments(optimizer.state_dict(), [name for name, _ in labelled(groups, self._names)])
-        self._begin_offload(groups)
-
-    def _begin_offload(self, groups: list[dict[str, Any]]) -> None:
-        """Ask for the host's memory, where the argument says so."""
-        self._offload: Offload | None = None
-        self._shelf, self._is_away = Shelf(), False
-        if self.config.offload is not None:
-            self._spec = self._offload = Offload(self._spec, self.config.master_weights, groups, self._names)
-
-    def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
-        kinds: dict[str, Callable[[], Masters]] = {
+        kinds: dict[str, Callable[[Home], Masters]] = {
             "full": Masters,
             "none": NoMasters,
             "split": SplitMasters,
-            "split24": functools.partial(SplitMasters, 24),
+            "split24": functools.partial(SplitMasters, bits=24),
         }
-        self.masters = kinds[master_weights]()
+        self.masters = kinds[self.config.master_weights](OnHost() if self.config.offload else Home())
+        check_one_pass(self.config, optimizer, self._spec, groups, self._names, is_new=True)
+        if self.config.optimizer_state == "8bit":
+            state8.check_moments(optimizer.state_dict(), [name for name, _ in labelled(groups, self._names)])
+        self.masters.home.prepare(self._spec, self.masters, groups, self._names)
+
+    def _check_groups(self, groups: list[dict[str, Any]], names: dict[int, str], first: int = 0) -> None:
+        """Raise, before anything is changed, where groups that come do not go with the arguments, or find no memory."""
+        check_one_pass(self.config, self.inner, self._spec, groups, names, first)
+        self.masters.home.prepare(self._spec, self.masters, groups, names, first)
+
+    def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         self.inner = parallel.inner_of(optimizer)
         self.params = ParamTable(self.inner.param_groups, self._names, self._adopt)
         self.device = parallel.device_of(optimizer, self.params.masters)
@@ -281,11 +278,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._changes = Changes(self.params) if self.config.track_changes else None
         self.outcome = Outcome(self.lines, all_or_nothing=not self.gradient_release)
         self._compose()
-        self._convert_state(self._spec)
+        self._convert_state()
+        self.masters.home.bring_all(self.masters, self.params.all, self.inner.state)
 
     def _compose(self) -> None:
         """Make the components that hold gradients. A copy or pickle is made without them, and makes its own here."""
-        me = weakref.ref(self)
+        me, self._shelf = weakref.ref(self), Shelf()
         self._guard = WrappedOptimizerGuard(self.optimizer)
         facts = _weakly(me, MixedPrecisionOptimizer._facts, Facts([], []))
         round_down = _weakly(me, MixedPrecisionOptimizer._round_all, None)
@@ -321,8 +319,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         is_apart = self.masters.are_apart and model.dtype in HALF_DTYPES
         master = self.masters.make(model) if is_apart else on_memory_of(model)
-        if self._offload is not None and is_apart:
-            self.masters.move(master, self._offload.place)
         self._carry_state(model, master)
         return master, is_apart
 
@@ -430,12 +426,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self.config.required_by:
             require_fused_spec(type(self.inner))
         self._spec = state8.spec_of(self.optimizer_state, type(self.inner))
-        self._begin_offload(self.params.with_models(self.inner.param_groups))
-        if self._offload is not None:
-            for pair in self.params.all:
-                if pair.is_apart:
-                    self.masters.move(pair.master, self._offload.place)
-            self._bring_state({})
+        groups = self.params.with_models(self.inner.param_groups)
+        self.masters.home.prepare(self._spec, self.masters, groups, self._names)
+        self.masters.home.bring_all(self.masters, self.params.all, self.inner.state)
         self.model_writes.count_anew()
         self._compose()
         make_hook_tables(self, self.optimizer)
@@ -459,7 +452,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         names = {**self._names, **names}
         new = {**group, "params": params}
         self.params.check_new_group(new, number, names)
-        check_one_pass(self.config, self.inner, self._spec, [{**self.defaults, **new}], names, number)
+        self._check_groups([{**self.defaults, **new}], names, number)
         self.optimizer.add_param_group(group)
         self._names = names
         self._begin("add_param_group")
@@ -486,9 +479,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if self.step_state.is_stepping:
             raise errors.WITHIN_A_STEP(call=call)
-        if self._offload is not None:
-            self._offload.require_here(call)
-        if self._is_away:
+        if self._shelf.is_taken:
             raise errors.OFFLOADED(call=call)
         self._finish_step()
 
@@ -539,7 +530,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Parameters were added, removed, replaced or reordered."""
         if not gives_up:
             self.step_state.require_open()
-        check_one_pass(self.config, self.inner, self._spec, self.params.with_models(groups), self._names)
+        self._check_groups(self.params.with_models(groups), self._names)
         if gives_up:
             self._count_given_up()  # while its stage is there
         self.model_writes.write_edited()  # while those that leave are known
@@ -777,7 +768,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 engine keeps their memory for the next step.
         """
         # Where a hook has called the step goes on with what it has found.
-        if not (self.step_state.is_stepping or self._is_away):
+        if not (self.step_state.is_stepping or self._shelf.is_taken):
             self._begin("zero_grad", verifies=False, gives_up=True)
             self._count_given_up()
         self.step_state.clear(set_to_none)
@@ -1213,7 +1204,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             >>> opt.memory().masters
             4000
         """
-        if not self._is_away:  # else the model may be away, too
+        if not self._shelf.is_taken:  # else the model may be away, too
             self.params.verify_moved()
         return self._measured()
 
@@ -1225,7 +1216,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         kinds = {
             "weights": weights,
             "masters": masters,
-            "moments": self.inner.state,
+            "moments": [self.inner.state, self.masters.home],
             "gradients": self.gradients.tensors(),
             "engine": self,
         }
@@ -1240,7 +1231,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
         Masters, remainders, state, sums, scales, statistics; weights and their gradients are the model's and its
         framework's. In between calls that need any of it raise. The host's memory is kept for the next time. With
-        ``offload="cpu"`` it lies there already, and this does nothing. CUDA graphs must be captured anew after it.
+        ``offload="cpu"`` most lies there already. CUDA graphs must be captured anew after it.
 
         Raises:
             ValueError: A parameter doesn't lie on a card with memory of its own. Nothing is changed then.
@@ -1248,24 +1239,23 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
         Syncs.
         """
+        if self._shelf.is_taken:
+            return
         self._begin("offload")
         check_served("opt.offload()", zip(self.params.names, self.params.models, strict=True))
         if self.step_state.waits_for_step():
             raise errors.OFFLOAD_BETWEEN()
-        if self._offload is None:
-            asking(self._shelf.prepare, self._own_tensors())
-            self._is_away = True
-            self._shelf.put(self._own_tensors())
-            self.params.leave_memory()  # which the framework frees
+        tensors = self._own_tensors()
+        asking(self._shelf.prepare, tensors)
+        self._shelf.put(tensors)
+        self.params.leave_memory()  # which the framework frees
 
     @opaque
     @outside_inference
     def onload(self) -> None:
         """Bring back to the card what :meth:`offload` has brought to the host: the same bits. Syncs."""
-        if self._is_away:
+        if self._shelf.is_taken:
             self._shelf.take_back(self._own_tensors())
-            self.params.follow_memory()
-            self._is_away = False
             self._begin("onload")
 
     def _own_tensors(self) -> list[Tensor]:
@@ -1300,13 +1290,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.model_writes.warn_if_due()
         counts = self.steps_counted(), self.outcome.skipped_steps
         built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, *counts)
-        if self._offload is not None:
-            inner = built["optimizer"]
-            built["optimizer"] = {**inner, "state": {k: self._offload.saved(v) for k, v in inner["state"].items()}}
-        if fused_spec_for(type(self.optimizer)) is not None:
-            built["optimizer"] = counters_saved(built["optimizer"])
-        if self.optimizer_state == "8bit":
-            built["optimizer"] = state8.saved(built["optimizer"], compact)
+        if self._spec is not None:
+            inner = counters_saved(built["optimizer"])
+            state = {key: self.state_to_save(entry, compact) for key, entry in inner["state"].items()}
+            built["optimizer"] = {**inner, "state": state}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, built)
             built = built if changed is None else changed
@@ -1314,22 +1301,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _saved_masters(self) -> list[Tensor | None]:
         """FP32 masters in order, None where one lies on the weight's memory: a value has one home in a checkpoint."""
-        return [self.value_to_save(pair) if pair.is_apart else None for pair in self.params.all]
+        return [self.masters.to_save(pair) if pair.is_apart else None for pair in self.params.all]
 
-    @property
-    def saved_on(self) -> torch.device | None:
-        """The device that checkpoints are made on; None: where masters are."""
-        return None if self._offload is None else HOST
-
-    def value_to_save(self, pair: ParamPair) -> Tensor:
-        """A master in FP32, detached; with ``offload="cpu"`` on the host."""
-        if self._offload is None or not pair.is_apart:
-            return self.masters.read([pair])[0]
-        return self._offload.read(self.masters, pair)
-
-    def state_to_save(self, entry: Any) -> Any:
-        """A parameter's state in FP32 under torch's names; with ``offload="cpu"`` on the host."""
-        return state8.whole_entry(entry if self._offload is None else self._offload.saved(entry))
+    def state_to_save(self, entry: Any, compact: bool = False) -> Any:
+        """A parameter's state, in FP32 under torch's names or ``compact``, where it is to be saved from."""
+        kept = self.masters.home.state_to_save(entry)
+        return state8.compact_entry(kept) if compact else state8.whole_entry(kept)
 
     @opaque
     @outside_inference
@@ -1375,8 +1352,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._params_changed([None if n in thawed else n for n in range(len(self.params))], is_thaw=True)
         if not plan.has_masters:  # else weights that were loaded just before would be undone below
             self.model_writes.sync()
-        there = {master: dict(entry) for master, entry in self.inner.state.items() if isinstance(entry, dict)}
-        plan.apply(self._convert_loaded, lambda: self._finish_load(plan, state_dict, there))
+        plan.apply(self._convert_loaded, lambda: self._finish_load(plan, state_dict))
 
     def _decoded(self, state_dict: Any) -> Any:
         """A checkpoint with FP32 state in place of codes, of which the optimizer can make its own.
@@ -1404,7 +1380,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             {**here, **told, "params": [pair.model for pair in self.params.all if pair.group == number]}
             for number, (here, told) in enumerate(zip(self.inner.param_groups, saved, strict=False))
         ]
-        check_one_pass(self.config, self.inner, self._spec, groups, self._names)
+        self._check_groups(groups, self._names)
 
     def _plan(self, state_dict: Any, masters: list[Tensor | None]) -> checkpoint.LoadPlan:
         return checkpoint.plan_load(
@@ -1413,31 +1389,21 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             masters=masters,
             names=self.params.names,
             scaler=self.scaler,
-            where=self.saved_on,
+            where=self.masters.home.saved_on,
         )
 
     def _convert_loaded(self) -> None:
         """Loaded state comes to the form in which it is kept."""
         self.masters.lay_out(self.params.all, self.inner.state)
-        self._convert_state(self._spec if self._offload is None else self._offload.inner)  # which leaves it on the host
+        self._convert_state()
 
-    def _convert_state(self, spec: Any) -> None:
-        if spec is not None:
-            spec.convert_all(self.params.all, self.inner)
+    def _convert_state(self) -> None:
+        if self._spec is not None:
+            self._spec.convert_all(self.params.all, self.inner)
 
-    def _bring_state(self, there: dict[Any, Any]) -> None:
-        """With ``offload="cpu"`` state goes to the host, into the memory of what was ``there``, by master."""
-        for pair in self.params.all:
-            if self._offload is not None and pair.master in self.inner.state:
-                self._offload.bring(self.inner.state[pair.master], there.get(pair.master, {}), pair.model)
-
-    def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any], there: dict[Any, Any]) -> None:
-        """Masters and counts of a checkpoint that has them are taken, and the model follows.
-
-        Args:
-            there: the optimizer's state before, whose memory on the host is used again.
-        """
-        self._bring_state(there)
+    def _finish_load(self, plan: checkpoint.LoadPlan, state_dict: dict[str, Any]) -> None:
+        """Masters and counts of a checkpoint that has them are taken, and the model follows."""
+        self.masters.home.bring_all(self.masters, self.params.all, self.inner.state)
         with torch.no_grad():
             found = zip(self.params.all if plan.has_masters else (), plan.masters, strict=True)
             given = [(pair, saved) for pair, saved in found if saved is not None]
@@ -1474,7 +1440,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             if isinstance(value, Tensor):
                 if id(value) not in made:
                     pair = apart.get(id(value))
-                    made[id(value)] = value.detach() if pair is None else self.value_to_save(pair).detach()
+                    made[id(value)] = value.detach() if pair is None else self.masters.to_save(pair).detach()
                 state[name] = made[id(value)]
         return state
 

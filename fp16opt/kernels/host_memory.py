@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,12 @@ class Slab(mmap.mmap):
     They are no part of a forked child: a kernel that locks pages would copy all of them for it.
 
     Attributes:
+        owner: the process.
         card: which has locked them.
         host_address, card_address: where the host and the card have them.
     """
 
+    owner: int
     card: Card
     host_address: int
     card_address: int
@@ -70,13 +72,14 @@ class Slab(mmap.mmap):
         pages.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
+        pages.owner = os.getpid()
         pages.card, pages.host_address = card, ctypes.addressof(ctypes.c_char.from_buffer(pages))
         ctypes.memset(pages.host_address, 0, len(pages))
         try:
             pages.card_address = card.lock_pages(pages.host_address, len(pages))
         except DriverError as error:
             raise CannotLock(size, f"{facts()}; {error}") from None
-        weakref.finalize(pages, _unlock, os.getpid(), card, pages.host_address).atexit = False
+        weakref.finalize(pages, _unlock, pages.owner, card, pages.host_address).atexit = False
         _SLABS[pages.card_address] = pages
         return pages
 
@@ -132,10 +135,18 @@ def on_host(tensor: Tensor) -> Tensor:
 
     Args:
         tensor: a plain one.
+
+    Raises:
+        RuntimeError: this is a forked child, which has none of this memory.
     """
     slab = _slab_of(tensor)
     if slab is None:
         return tensor.detach().cpu()
+    if os.getpid() != slab.owner:
+        raise RuntimeError(
+            "a forked process has no part of the page-locked memory that this optimizer's state lies in. Use it in the "
+            'process that wrapped it; start workers by "spawn" or "forkserver" if they train.'
+        )
     slab.card.wait()
     storage = tensor.untyped_storage()
     begin = storage.data_ptr() - slab.card_address
@@ -201,43 +212,31 @@ class Host:
     def __init__(self) -> None:
         self._rooms: dict[torch.device, Room] = {}
 
-    def reserve(self, wanted: Iterable[tuple[torch.device, Tensor]]) -> None:
-        """Ask for the memory of tensors at once.
-
-        Args:
-            wanted: the device that each is to be of, and one laid out like it, which may be meta.
+    def reserve(self, wanted: Iterable[tuple[Tensor, torch.device, Tensor | None]]) -> None:
+        """Ask at once for the memory that calls of :meth:`like` with these arguments will take.
 
         Raises:
             CannotLock: there is too little memory, or the driver refuses.
         """
         asked: dict[torch.device, dict[torch.dtype, int]] = {}
-        for device, like in wanted:
-            sizes = asked.setdefault(device, {})
-            sizes[like.dtype] = sizes.get(like.dtype, 0) + rounded(like.untyped_storage().nbytes())
+        for like, device, before in wanted:
+            if before is None or _layout(before) != _layout(like):
+                sizes = asked.setdefault(device, {})
+                sizes[like.dtype] = sizes.get(like.dtype, 0) + rounded(like.untyped_storage().nbytes())
         for device, sizes in asked.items():
             self._room(device).reserve(sizes)
 
     def _room(self, device: torch.device) -> Room:
         return self._rooms.setdefault(device, Room(device))
 
-    def like(self, like: Tensor, device: torch.device) -> Tensor:
-        """Zeros of a device, laid out as a dense tensor, which may be meta. Raises as :meth:`reserve`."""
-        return self._room(device).like(like)
-
-    def put(self, value: Tensor, device: torch.device, before: Tensor | None = None) -> Tensor:
-        """A tensor of a device with the bits of ``value``, which is returned itself where it lies there.
-
-        Args:
-            before: written and returned, where it lies there and is laid out alike.
+    def like(self, like: Tensor, device: torch.device, before: Tensor | None = None) -> Tensor:
+        """A tensor of a device, laid out as a dense one, which may be meta: ``before`` where it is, else new zeros.
 
         Raises as :meth:`reserve`.
         """
-        if is_on_host(value) or not value.numel():
-            return value.to(device)
-        if before is None or not is_on_host(before) or _layout(before) != _layout(value):
-            before = self.like(value, device)
-        on_host(before).copy_(value)
-        return before
+        if before is not None and _layout(before) == _layout(like):
+            return before
+        return self._room(device).like(like)
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
@@ -245,9 +244,14 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 class Shelf:
-    """Where all tensors of an optimizer go for a while: a slab for each card, kept for the next time."""
+    """Where all tensors of an optimizer go for a while: a slab for each card, kept for the next time.
+
+    Attributes:
+        is_taken: whether tensors are there.
+    """
 
     def __init__(self) -> None:
+        self.is_taken = False
         self._slabs: dict[torch.device, Slab] = {}
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
@@ -257,7 +261,7 @@ class Shelf:
             CannotLock: there is too little memory, or the driver refuses.
         """
         sizes: dict[torch.device, int] = {}
-        for alike in _by_storage(tensors, there=False):
+        for alike in _by_storage(tensors, lambda slab: slab is None):
             device = alike[0].device
             sizes[device] = sizes.get(device, 0) + rounded(alike[0].untyped_storage().nbytes())
         for device, size in sizes.items():
@@ -267,28 +271,29 @@ class Shelf:
 
     def put(self, tensors: Iterable[Tensor]) -> None:
         """Their storages move to the slabs; what shared one shares one. Waits for the cards."""
+        self.is_taken = True
         at = dict.fromkeys(self._slabs, 0)
-        for alike in _by_storage(tensors, there=False):
+        for alike in _by_storage(tensors, lambda slab: slab is None):
             device, size = alike[0].device, alike[0].untyped_storage().nbytes()
             memory = shown(_Bytes(self._slabs[device], at[device], size), device)
             at[device] += rounded(size)
             on_host(memory).copy_(_bytes_of(alike[0]))
             _give(alike, memory)
 
-    @staticmethod
-    def take_back(tensors: Iterable[Tensor]) -> None:
-        """Their storages move to the cards' own memory."""
-        for alike in _by_storage(tensors, there=True):
+    def take_back(self, tensors: Iterable[Tensor]) -> None:
+        """The storages of those that are there move to the cards' own memory."""
+        for alike in _by_storage(tensors, lambda slab: any(slab is mine for mine in self._slabs.values())):
             held = _bytes_of(alike[0])
             _give(alike, torch.empty_like(held).copy_(on_host(held)))
+        self.is_taken = False
 
 
-def _by_storage(tensors: Iterable[Tensor], there: bool) -> list[list[Tensor]]:
-    """Plain tensors that have memory, grouped by their storages: those that lie on the host, or the others."""
+def _by_storage(tensors: Iterable[Tensor], wanted: Callable[[Slab | None], bool]) -> list[list[Tensor]]:
+    """Plain tensors that have memory, grouped by their storages: those whose slab is ``wanted``, None on the card."""
     found: dict[tuple[torch.device, int], list[Tensor]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.nbytes() and is_on_host(tensor) == there:
+        if storage.nbytes() and wanted(_slab_of(tensor)):
             found.setdefault((tensor.device, storage.data_ptr()), []).append(tensor)
     return list(found.values())
 

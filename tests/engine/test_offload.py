@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import emulated
 import pretended
 import pytest
 import torch
@@ -204,6 +205,18 @@ def test_state_of_a_used_optimizer_is_carried_over(settings: dict[str, Any]) -> 
     assert_in_its_place(there.opt)
 
 
+@by_mode
+def test_state_that_was_dropped_begins_anew(settings: dict[str, Any]) -> None:
+    def trained(**more: Any) -> Run:
+        run = Run(**settings, **more).train(2)
+        run.opt.optimizer.state.clear()
+        return run.train(2)
+
+    there = trained(offload="cpu")
+    assert_same(there.all(), trained().all())
+    assert_in_its_place(there.opt)
+
+
 def test_deltas_and_averages_are_those_without() -> None:
     def trained(**more: Any) -> Any:
         run = Run(track_changes=True, master_weights="split", **more)
@@ -347,14 +360,14 @@ def test_a_forked_child_has_no_part_of_it_and_is_told() -> None:
     child = os.fork()
     if not child:  # no assertion may leave from here
         try:
-            run.opt.zero_grad()
+            run.opt.state_dict()
             said = "nothing"
         except RuntimeError as error:
             said = str(error)
         os.write(write, said.encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(read, 1000).decode().startswith("zero_grad was called in a forked process")
+    assert os.read(read, 1000).decode().startswith("a forked process has no part of the page-locked memory")
     os.close(read)
     os.close(write)
     assert_same(run.opt.state_dict(), before)
@@ -382,6 +395,33 @@ def test_a_step_that_is_not_one_pass_is_refused(make: Any, settings: Any, reason
     assert card.locked == {}
 
 
+@pytest.mark.parametrize(
+    ("pretends", "why"),
+    [
+        (lambda patch, card: patch.undo(), "which is no card that compiled kernels serve"),
+        (lambda patch, card: patch.setattr(card, "shares_memory", lambda: True), "whose memory is the host's"),
+        (
+            lambda patch, card: patch.setattr(emulated.HostStream, "capturing", True),
+            "where a CUDA graph is",
+        ),
+    ],
+    ids=["no card", "one memory", "in a capture"],
+)
+def test_where_no_card_steps_from_the_host_it_is_refused(
+    pretends: Any, why: str, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = parameters(((3, 4),))
+    plain, used = MixedPrecisionOptimizer(SGD(parameters(((3,),)), lr=0.1)), SGD(params, lr=0.1)
+    pretends(monkeypatch, card)
+    with pytest.raises(ValueError, match=f'^offload="cpu" keeps state .* parameter .* lies on cpu, {why}'):
+        MixedPrecisionOptimizer(used, offload="cpu")
+    assert used.param_groups[0]["params"][0] is params[0]
+    with pytest.raises(ValueError, match=rf"^opt.offload\(\) keeps state .*, {why}"):
+        plain.offload()
+    plain.onload()
+    assert card.locked == {}
+
+
 def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match=r"offload: expected one of None, 'cpu', got 'nvme'"):
         MixedPrecisionOptimizer(SGD(parameters(((3,),)), lr=0.1), offload="nvme")  # type: ignore[arg-type]
@@ -397,15 +437,33 @@ def test_too_little_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch, card
     assert card.locked == {}
 
 
+def test_a_group_without_room_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(**more: Any) -> Any:
+        run = Run(master_weights="split", **more).train(2)
+        late = nn.Parameter(normal((64, 66), torch.float16, 5))
+        if more:
+            before = copy.deepcopy(run.all())
+            with monkeypatch.context() as small:
+                small.setattr(host_memory, "available", lambda: 1000)
+                with pytest.raises(RuntimeError, match="of page-locked host memory can't be had"):
+                    run.opt.add_param_group({"params": [late], "lr": 0.5})
+            assert_same(run.all(), before)
+            assert len(run.opt.param_groups) == 1
+        run.opt.add_param_group({"params": [late], "lr": 0.5})
+        run.params.append(late)
+        run.problem = Problem(run.params)
+        return run.train(2).all()
+
+    assert_same(trained(offload="cpu"), trained())
+
+
 @by_mode
 def test_a_step_without_room_for_new_state_can_be_taken_later(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(**more: Any) -> Any:
-        run = Run(**settings, **more).train(2)
-        run.params.append(nn.Parameter(normal((64, 66), torch.float16, 5)))
-        run.opt.add_param_group({"params": [run.params[-1]], "lr": 0.5})
-        run.problem = Problem(run.params)
+        run = Run(MAKERS["SGD"], **settings, **more).train(2)
+        run.opt.param_groups[0]["momentum"] = 0.9
         run.opt.zero_grad()
         run.opt.backward(run.problem.loss(run.params))
         if more:
@@ -417,3 +475,17 @@ def test_a_step_without_room_for_new_state_can_be_taken_later(
         return run.train(1).all()
 
     assert_same(trained(offload="cpu"), trained())
+
+
+def test_a_load_without_room_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Run(MAKERS["amsgrad"]).train(3)
+    run = Run(lambda params: Adam(params, lr=0.02), offload="cpu").train(2)
+    before = copy.deepcopy(run.all())
+    with monkeypatch.context() as small:
+        small.setattr(host_memory, "available", lambda: 1000)
+        with pytest.raises(RuntimeError, match="of page-locked host memory can't be had"):
+            run.opt.load_state_dict(other.opt.state_dict())
+    assert_same(run.all(), before)
+    run.load(saved(other.opt), other.weights())
+    assert_in_its_place(run.opt)
+    assert_same(run.train(2).snapshot(), other.train(2).snapshot())
