@@ -31,7 +31,6 @@ from .engine.diagnostics import (
     describe,
     warn_eps,
 )
-from .engine.dtensors import raw_grad
 from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, no_fused_step, require_fused_spec, steps_on_device
 from .engine.gradients import StepState
@@ -1262,12 +1261,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """This rank's pieces of all that lies on a card and is not the model's; no call knows addresses after this."""
         self.params.changed()
         weights = [*self.params.models, *self.params.elsewhere]
-        theirs = [one for weight in weights for one in (weight, raw_grad(weight)) if one is not None]
         found = list(found_in([self, self.inner.state, self.gradients.tensors()]))
         for item in found:
             if isinstance(item, (kernels.CallCache, OnePassStep)):
                 item.forget()
-        return [one for one in apart_from(theirs, found) if steps_on_device(one.device)]
+        return [one for one in apart_from(weights, found) if steps_on_device(one.device)]
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 

@@ -11,12 +11,13 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import cuda_devices
 from .cuda_driver import Card, DriverError
@@ -206,37 +207,47 @@ def rounded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+Wanted = tuple[Tensor, str, Tensor, torch.device]
+"""Whose memory it is, its name there, a dense tensor, which may be meta, laid out as it is to be, and the device."""
+
+
 class Host:
-    """Where the tensors of several cards are put: a :class:`Room` for each."""
+    """Memory of tensors by name: as long as a tensor lives, it keeps what it had. It may be of several cards."""
 
     def __init__(self) -> None:
         self._rooms: dict[torch.device, Room] = {}
+        self._held: Any = WeakTensorKeyDictionary()
 
-    def reserve(self, wanted: Iterable[tuple[Tensor, torch.device, Tensor | None]]) -> None:
-        """Ask at once for the memory that calls of :meth:`like` with these arguments will take.
+    def reserve(self, wanted: Sequence[Wanted]) -> None:
+        """Ask for the memory of all at once.
 
         Raises:
             CannotLock: there is too little memory, or the driver refuses.
         """
         asked: dict[torch.device, dict[torch.dtype, int]] = {}
-        for like, device, before in wanted:
-            if before is None or _layout(before) != _layout(like):
+        for owner, name, like, device in wanted:
+            if self._found(owner, name, like) is None:
                 sizes = asked.setdefault(device, {})
                 sizes[like.dtype] = sizes.get(like.dtype, 0) + rounded(like.untyped_storage().nbytes())
         for device, sizes in asked.items():
             self._room(device).reserve(sizes)
+        for each in wanted:
+            self.of(*each)
+
+    def of(self, owner: Tensor, name: str, like: Tensor, device: torch.device) -> Tensor:
+        """What there is under the name, if it is laid out alike, else new zeros. Raises as :meth:`reserve`."""
+        found = self._found(owner, name, like)
+        if found is None:
+            found = self._room(device).like(like)
+            self._held.setdefault(owner, {})[name] = found
+        return found
 
     def _room(self, device: torch.device) -> Room:
         return self._rooms.setdefault(device, Room(device))
 
-    def like(self, like: Tensor, device: torch.device, before: Tensor | None = None) -> Tensor:
-        """A tensor of a device, laid out as a dense one, which may be meta: ``before`` where it is, else new zeros.
-
-        Raises as :meth:`reserve`.
-        """
-        if before is not None and _layout(before) == _layout(like):
-            return before
-        return self._room(device).like(like)
+    def _found(self, owner: Tensor, name: str, like: Tensor) -> Tensor | None:
+        found: Tensor | None = self._held.get(owner, {}).get(name)
+        return found if found is not None and _layout(found) == _layout(like) else None
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import emulated
 import pretended
 import pytest
 import torch
@@ -400,12 +399,8 @@ def test_a_step_that_is_not_one_pass_is_refused(make: Any, settings: Any, reason
     [
         (lambda patch, card: patch.undo(), "which is no card that compiled kernels serve"),
         (lambda patch, card: patch.setattr(card, "shares_memory", lambda: True), "whose memory is the host's"),
-        (
-            lambda patch, card: patch.setattr(emulated.HostStream, "capturing", True),
-            "where a CUDA graph is",
-        ),
     ],
-    ids=["no card", "one memory", "in a capture"],
+    ids=["no card", "one memory"],
 )
 def test_where_no_card_steps_from_the_host_it_is_refused(
     pretends: Any, why: str, card: Any, monkeypatch: pytest.MonkeyPatch

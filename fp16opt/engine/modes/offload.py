@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...kernels.backends import captures
-from ...kernels.host_memory import CannotLock, Host, card_of, in_gib, on_host
+from ...kernels.host_memory import CannotLock, Host, Wanted, card_of, in_gib, on_host
 from .. import errors
 from ..dtensors import as_piece_of, local
 from ..fused_registry import steps_on_device
@@ -35,33 +33,22 @@ class OnHost(Home):
 
     def __init__(self) -> None:
         self._host = Host()
-        self._rooms: Any = WeakTensorKeyDictionary()  # from a parameter to tensors by name
 
     def prepare(
         self, spec: Any, masters: Masters, groups: list[dict[str, Any]], names: dict[int, str], first: int = 0
     ) -> None:
         """Ask for one slab a dtype."""
         check_served('offload="cpu"', labelled(groups, names, first))
-        wanted = []
+        wanted: list[Wanted] = []
         for group in groups:
             settings = spec.settings(group)
             for model in filter(is_to_be_mastered, group["params"]):
                 new = super().new_state(spec.spec_for(settings, model), settings, _without_memory(model, model.dtype))
                 if model.dtype in HALF_DTYPES:
                     new[REST] = _without_memory(model, masters.dtype)
-                named = [(name, local(value)) for name, value in new.items() if isinstance(value, Tensor)]
-                wanted += [(model, name, like) for name, like in named if not _stays(name)]
-        devices = [local(model).device for model, _, _ in wanted]
-        before = [self._rooms.get(model, {}).get(name) for model, name, _ in wanted]
-        likes = [like for _, _, like in wanted]
-        asking(self._host.reserve, zip(likes, devices, before, strict=True))
-        for each in wanted:
-            self._room(*each)
-
-    def _room(self, model: Tensor, name: str, like: Tensor) -> Tensor:
-        rooms: dict[str, Tensor] = self._rooms.setdefault(model, {})
-        rooms[name] = asking(self._host.like, like, local(model).device, rooms.get(name))
-        return rooms[name]
+                there = {name: value for name, value in new.items() if isinstance(value, Tensor) and not _stays(name)}
+                wanted += [(model, name, local(like), local(model).device) for name, like in there.items()]
+        asking(self._host.reserve, wanted)
 
     def new_state(self, spec: Any, settings: dict[str, Any], model: Tensor) -> dict[str, Any]:
         """Zeros."""
@@ -75,7 +62,7 @@ class OnHost(Home):
         if _stays(name):
             room = torch.zeros_like(piece, device=device) if piece.is_meta else piece.to(device)
         else:
-            room = self._room(model, name, piece)
+            room = asking(self._host.of, model, name, piece, device)
             if piece.is_meta:
                 room.zero_()
             elif piece.device != device or piece.data_ptr() != room.data_ptr():
@@ -125,8 +112,6 @@ def check_served(what: str, params: Iterable[tuple[str, Tensor]]) -> None:
             why = "which is no card that compiled kernels serve"
         elif card_of(device).shares_memory():
             why = "whose memory is the host's, so nothing would leave it"
-        elif captures(device):
-            why = "where a CUDA graph is being captured, which no memory may be asked for in"
         if why:
             raise errors.OFFLOAD_UNSERVED(what=what, name=name, device=device, why=why)
 
