@@ -41,7 +41,7 @@ from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.changes import Changes, require_tensors
 from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
-from .engine.modes.offload import OnHost, asking, check_served
+from .engine.modes.offload import OnHost
 from .engine.modes.release import ReleasedStep, ReleasingState, check_release
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
@@ -236,6 +236,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.fused_step = fused_step
         self.optimizer_state = optimizer_state
         self.gradient_release = gradient_release
+        self.offload_to = offload
         with torch.inference_mode(False):
             self._make(optimizer, master_weights, on_model_write)
         make_hook_tables(self, self.optimizer)
@@ -256,12 +257,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_one_pass(self.config, optimizer, self._spec, groups, self._names, is_new=True)
         if self.config.optimizer_state == "8bit":
             state8.check_moments(optimizer.state_dict(), [name for name, _ in labelled(groups, self._names)])
-        self.masters.home.prepare(self._spec, self.masters, groups, self._names)
+        self.masters.home.prepare(self._spec, self.masters, groups)
 
     def _check_groups(self, groups: list[dict[str, Any]], names: dict[int, str], first: int = 0) -> None:
         """Raise, before anything is changed, where groups that come do not go with the arguments, or find no memory."""
         check_one_pass(self.config, self.inner, self._spec, groups, names, first)
-        self.masters.home.prepare(self._spec, self.masters, groups, names, first)
+        self.masters.home.prepare(self._spec, self.masters, groups)
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         self.inner = parallel.inner_of(optimizer)
@@ -278,7 +279,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.outcome = Outcome(self.lines, all_or_nothing=not self.gradient_release)
         self._compose()
         self._convert_state()
-        self.masters.home.bring_all(self.masters, self.params.all, self.inner.state)
 
     def _compose(self) -> None:
         """Make the components that hold gradients. A copy or pickle is made without them, and makes its own here."""
@@ -363,11 +363,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 )
             raise AttributeError(f"{words}. {more}")
 
-    @property
-    def offload_to(self) -> OffloadTo | None:
-        """The argument ``offload``: "cpu", or None."""
-        return self.config.offload
-
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
         return self.outcome.steps_taken + self.step_state.ahead
@@ -425,8 +420,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self.config.required_by:
             require_fused_spec(type(self.inner))
         self._spec = state8.spec_of(self.optimizer_state, type(self.inner))
-        groups = self.params.with_models(self.inner.param_groups)
-        self.masters.home.prepare(self._spec, self.masters, groups, self._names)
         self.masters.home.bring_all(self.masters, self.params.all, self.inner.state)
         self.model_writes.count_anew()
         self._compose()
@@ -1233,7 +1226,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         ``offload="cpu"`` most lies there already. CUDA graphs must be captured anew after it.
 
         Raises:
-            ValueError: A parameter doesn't lie on a card with memory of its own. Nothing is changed then.
             RuntimeError: There is too little host memory, or gradients wait for a step. Nothing is changed then.
 
         Syncs.
@@ -1241,12 +1233,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self._shelf.is_taken:
             return
         self._begin("offload")
-        check_served("opt.offload()", zip(self.params.names, self.params.models, strict=True))
         if self.step_state.waits_for_step():
             raise errors.OFFLOAD_BETWEEN()
-        tensors = self._own_tensors()
-        asking(self._shelf.prepare, tensors)
-        self._shelf.put(tensors)
+        self._shelf.put(self._own_tensors())
         self.params.leave_memory()  # which the framework frees
 
     @opaque
@@ -1265,7 +1254,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         for item in found:
             if isinstance(item, (kernels.CallCache, OnePassStep)):
                 item.forget()
-        return [one for one in apart_from(weights, found) if steps_on_device(one.device)]
+        return [one for one in apart_from(weights, found) if one.device.type != "cpu" or steps_on_device(one.device)]
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 

@@ -6,9 +6,7 @@ import ast
 import datetime
 import logging
 import re
-import resource
 import string
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -692,30 +690,6 @@ def on_a_stub(monkeypatch: pytest.MonkeyPatch, card: StubCard) -> Callable[[], T
     return lambda: Training(offload="cpu")
 
 
-def offload_without_a_card() -> None:
-    Training(offload="cpu")
-
-
-def a_small_machine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Of 2 KiB that are free."""
-    (folder / "proc/sys/kernel").mkdir(parents=True)
-    (folder / "sys/fs/cgroup").mkdir(parents=True)
-    (folder / "proc/meminfo").write_text("MemTotal: 4 kB\nMemAvailable: 0 kB\n")
-    (folder / "proc/sys/kernel/osrelease").write_text("5.15.167.4-microsoft-standard-WSL2\n")
-    (folder / "sys/fs/cgroup/memory.max").write_text(f"{2**33}\n")
-    (folder / "sys/fs/cgroup/memory.current").write_text(f"{3 * 2**30}\n")
-    (folder / "sys/fs/cgroup/memory.stat").write_text(f"inactive_file {2**30}\n")
-    monkeypatch.setattr(host_memory, "ROOT", folder)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**26, 2**26))
-
-
-def offload_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = on_a_stub(monkeypatch, StubCard())
-    with tempfile.TemporaryDirectory() as folder:
-        a_small_machine(monkeypatch, Path(folder))
-        make()
-
-
 def offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_stub(monkeypatch, StubCard())
     one = Training()
@@ -731,7 +705,7 @@ def offload_between_backward_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 KINDS: dict[type[BaseException] | None, str] = {  # where it is no RuntimeError
-    V: "never wrapped, meta, replaced, deleted, another module, check of released gradients, offload without a card",
+    V: "never wrapped, meta, replaced, deleted, another module, check of released gradients",
     W: "halves under a GradScaler, no gradients under a GradScaler",
     T: (
         "wrapped twice, mixin behind, check of apex's O1, check of what can't be copied, check of a closure, check of "

@@ -641,20 +641,6 @@ CHECK_OF_A_LOOP_ALONE = Refusal(
 
 # -- State on the host -------------------------------------------------------------------------------------------------
 
-OFFLOAD_UNSERVED = Refusal(
-    "offload without a card",
-    ValueError,
-    """{what} keeps state in host memory for a card that steps it, and parameter {name!r} lies on {device}, {why}. Leave
-    {what} out.""",
-)
-
-OFFLOAD_MEMORY = Refusal(
-    "offload without room",
-    RuntimeError,
-    """{asked} of page-locked host memory can't be had: {facts}. Free some, raise the limit, keep fewer bytes
-    (master_weights="split24", optimizer_state="8bit"), or leave offload out.""",
-)
-
 OFFLOADED = Refusal(
     "offloaded",
     RuntimeError,

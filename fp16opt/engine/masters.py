@@ -31,20 +31,15 @@ class Home:
     def __reduce__(self) -> Any:
         return type(self), ()
 
-    def prepare(
-        self, spec: Any, masters: Masters, groups: list[dict[str, Any]], names: dict[int, str], first: int = 0
-    ) -> None:
+    def prepare(self, spec: Any, masters: Masters, groups: list[dict[str, Any]]) -> None:
         """Ask for the memory that parameters of groups will take, before anything is changed.
 
         Args:
             spec: of the optimizer's class.
             groups: as they are to be: defaults filled in, and "params" are the model's.
-            names: by id of a parameter.
-            first: the number of the first of the groups.
 
         Raises:
-            ValueError: a parameter doesn't lie where that can be served.
-            RuntimeError: there is too little memory.
+            RuntimeError: there is too little memory, or a parameter lies where that can't be served.
         """
 
     def new_state(self, spec: Any, settings: dict[str, Any], model: Tensor) -> dict[str, Any]:

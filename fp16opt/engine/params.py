@@ -167,11 +167,6 @@ class ParamPair:
         if here.data_ptr() != there.data_ptr() or here.stride() != there.stride():
             hold(self.master, there.detach())
 
-    def leave_memory(self) -> None:
-        """A master on the weight's memory no longer keeps that, until :meth:`follow_memory`."""
-        if self.has_master and not self.is_apart and local(self.master).numel():
-            hold(self.master, local(self.master).detach().new_empty(0))
-
     def follow_marks(self) -> None:
         """The master gets attributes that were set on the model's parameter since; what else stands on it stays."""
         now, before = self.model.__dict__, self.marks
@@ -379,7 +374,8 @@ class ParamTable:
     def leave_memory(self) -> None:
         """Keep no memory of the model's weights, which may move to another device, until :meth:`verify_moved`."""
         for pair in self.all:
-            pair.leave_memory()
+            if pair.has_master and not pair.is_apart:
+                hold(pair.master, local(pair.master).detach().new_empty(0))
         for device in self.devices:
             device.leave_pieces(self.has_dtensors)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import cuda_devices
+from .backends import backend
 from .cuda_driver import Card, DriverError
 
 ALIGNMENT = 128
@@ -27,17 +28,20 @@ ALIGNMENT = 128
 ROOT = Path("/")
 
 
-class CannotLock(Exception):
-    """There is too little host memory, or the driver doesn't lock it.
+class CannotLock(RuntimeError):
+    """There is too little host memory, or no card that locks it."""
 
-    Attributes:
-        asked: bytes.
-        facts: what was found, in words.
-    """
+    @classmethod
+    def asked(cls, size: int, more: str = "") -> CannotLock:
+        """Of so many bytes.
 
-    def __init__(self, asked: int, facts: str) -> None:
-        super().__init__(facts)
-        self.asked, self.facts = asked, facts
+        Args:
+            more: what the system or the driver said.
+        """
+        return cls(
+            f"{in_gib(size)} of page-locked host memory can't be had: {facts()}{more}. Free some, raise the limit, "
+            "keep fewer bytes, or leave offload out."
+        )
 
 
 class Slab(mmap.mmap):
@@ -65,11 +69,11 @@ class Slab(mmap.mmap):
         """
         free = available()
         if free is not None and size > free:
-            raise CannotLock(size, facts())
+            raise CannotLock.asked(size)
         try:
             pages = cls(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            raise CannotLock(size, f"{facts()}: {error}") from None
+            raise CannotLock.asked(size, f": {error}") from None
         pages.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -79,7 +83,7 @@ class Slab(mmap.mmap):
         try:
             pages.card_address = card.lock_pages(pages.host_address, len(pages))
         except DriverError as error:
-            raise CannotLock(size, f"{facts()}; {error}") from None
+            raise CannotLock.asked(size, f"; {error}") from None
         weakref.finalize(pages, _unlock, pages.owner, card, pages.host_address).atexit = False
         _SLABS[pages.card_address] = pages
         return pages
@@ -174,7 +178,7 @@ class Room:
         """
         free, asked = available(), sum(sizes.values())
         if free is not None and asked > free:
-            raise CannotLock(asked, facts())
+            raise CannotLock.asked(asked)
         for dtype, size in sizes.items():
             if size:
                 self._open[dtype] = Slab.allocate(size, self._card), 0
@@ -265,26 +269,23 @@ class Shelf:
         self.is_taken = False
         self._slabs: dict[torch.device, Slab] = {}
 
-    def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Ask for what :meth:`put` will take.
+    def put(self, tensors: Iterable[Tensor]) -> None:
+        """Their storages move to the slabs; what shared one shares one. Waits for the cards.
 
         Raises:
-            CannotLock: there is too little memory, or the driver refuses.
+            CannotLock: there is too little memory, or the driver refuses. Nothing has moved then.
         """
-        sizes: dict[torch.device, int] = {}
-        for alike in _by_storage(tensors, lambda slab: slab is None):
+        found, sizes = _by_storage(tensors, lambda slab: slab is None), dict[torch.device, int]()
+        for alike in found:
             device = alike[0].device
             sizes[device] = sizes.get(device, 0) + rounded(alike[0].untyped_storage().nbytes())
         for device, size in sizes.items():
             if device not in self._slabs or len(self._slabs[device]) < size:
                 self._slabs.pop(device, None)  # before another one is asked for
                 self._slabs[device] = Slab.allocate(size, card_of(device))
-
-    def put(self, tensors: Iterable[Tensor]) -> None:
-        """Their storages move to the slabs; what shared one shares one. Waits for the cards."""
         self.is_taken = True
         at = dict.fromkeys(self._slabs, 0)
-        for alike in _by_storage(tensors, lambda slab: slab is None):
+        for alike in found:
             device, size = alike[0].device, alike[0].untyped_storage().nbytes()
             memory = shown(_Bytes(self._slabs[device], at[device], size), device)
             at[device] += rounded(size)
@@ -386,5 +387,15 @@ def in_gib(size: int) -> str:
 
 
 def card_of(device: torch.device) -> Any:
-    """What launches kernels on a device, and locks pages; None where nothing does."""
-    return cuda_devices.kernels_on(device.index or 0)
+    """What launches kernels on a device, and locks pages for it.
+
+    Raises:
+        CannotLock: nothing does, or the device has no memory of its own.
+    """
+    card = cuda_devices.kernels_on(device.index or 0) if backend(device) == "cuda" else None
+    if card is None or card.shares_memory():
+        raise CannotLock(
+            f"{device} is no card with memory of its own that compiled kernels serve, and only one such steps state on "
+            "the host. Move the model to one first, or leave offload out. python -m fp16opt says what lacks."
+        )
+    return card

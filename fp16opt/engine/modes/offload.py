@@ -7,18 +7,16 @@ decoded and encoded on the host, by the kernels of the CPU, so that nothing of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels.host_memory import CannotLock, Host, Wanted, card_of, in_gib, on_host
-from .. import errors
+from ...kernels.host_memory import Host, Wanted, on_host
 from ..dtensors import as_piece_of, local
-from ..fused_registry import steps_on_device
 from ..masters import REST, Home, Masters
-from ..params import HALF_DTYPES, ParamPair, is_to_be_mastered, labelled
+from ..params import HALF_DTYPES, ParamPair, is_to_be_mastered
 
 
 def _stays(name: str) -> bool:
@@ -34,11 +32,8 @@ class OnHost(Home):
     def __init__(self) -> None:
         self._host = Host()
 
-    def prepare(
-        self, spec: Any, masters: Masters, groups: list[dict[str, Any]], names: dict[int, str], first: int = 0
-    ) -> None:
+    def prepare(self, spec: Any, masters: Masters, groups: list[dict[str, Any]]) -> None:
         """Ask for one slab a dtype."""
-        check_served('offload="cpu"', labelled(groups, names, first))
         wanted: list[Wanted] = []
         for group in groups:
             settings = spec.settings(group)
@@ -48,7 +43,7 @@ class OnHost(Home):
                     new[REST] = _without_memory(model, masters.dtype)
                 there = {name: value for name, value in new.items() if isinstance(value, Tensor) and not _stays(name)}
                 wanted += [(model, name, local(like), local(model).device) for name, like in there.items()]
-        asking(self._host.reserve, wanted)
+        self._host.reserve(wanted)
 
     def new_state(self, spec: Any, settings: dict[str, Any], model: Tensor) -> dict[str, Any]:
         """Zeros."""
@@ -60,16 +55,13 @@ class OnHost(Home):
         """In the parameter's memory under the name; what has no bits is zeros."""
         piece, device = local(value), local(model).device
         if _stays(name):
-            room = torch.zeros_like(piece, device=device) if piece.is_meta else piece.to(device)
-        else:
-            room = asking(self._host.of, model, name, piece, device)
-            if piece.is_meta:
-                room.zero_()
-            elif piece.device != device or piece.data_ptr() != room.data_ptr():
-                on_host(room).copy_(piece)
-            else:
-                room = piece
-        return value if room is piece else as_piece_of(room, value)
+            return torch.zeros_like(piece, device=device) if piece.is_meta else piece.to(device)
+        room = self._host.of(model, name, piece, device)
+        if piece.is_meta:
+            room.zero_()
+        elif piece.data_ptr() != room.data_ptr():
+            on_host(room).copy_(piece)
+        return as_piece_of(room, value)
 
     def bring(self, state: dict[str, Any], model: Tensor) -> None:
         """Changes ``state``."""
@@ -89,36 +81,10 @@ class OnHost(Home):
         return as_piece_of(on_host(local(value.detach())), value)
 
     def state_to_save(self, entry: Any) -> Any:
-        """On the host, but for the step counter. Waits for the card."""
-        tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor) and name != "step"}
-        return {**entry, **{name: self.to_save(value) for name, value in tensors.items()}}
+        """On the host. Waits for the card."""
+        return {name: self.to_save(value) if isinstance(value, Tensor) else value for name, value in entry.items()}
 
 
 def _without_memory(model: Tensor, dtype: torch.dtype) -> Tensor:
     """A meta tensor, laid out as a parameter is."""
     return as_piece_of(torch.empty_like(local(model.detach()), dtype=dtype, device="meta"), model)
-
-
-def check_served(what: str, params: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ``ValueError`` unless all parameters lie on cards with memory of their own that compiled kernels serve.
-
-    Args:
-        what: the argument or the call that asks for it.
-        params: with what messages call them.
-    """
-    for name, param in params:
-        device, why = local(param).device, ""
-        if not steps_on_device(device):
-            why = "which is no card that compiled kernels serve"
-        elif card_of(device).shares_memory():
-            why = "whose memory is the host's, so nothing would leave it"
-        if why:
-            raise errors.OFFLOAD_UNSERVED(what=what, name=name, device=device, why=why)
-
-
-def asking(allocate: Callable[..., Any], *given: Any) -> Any:
-    """What asks for host memory. Raises ``RuntimeError`` where there is too little, and says what limits it."""
-    try:
-        return allocate(*given)
-    except CannotLock as refusal:
-        raise errors.OFFLOAD_MEMORY(asked=in_gib(refusal.asked), facts=refusal.facts) from None
