@@ -1276,7 +1276,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.model_writes.sync()
         self.model_writes.warn_if_due()
         counts = self.steps_counted(), self.outcome.skipped_steps
-        built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, *counts)
+        # None where one lies on the weight's memory: a value has one home in a checkpoint.
+        masters = [self.masters.to_save(pair) if pair.is_apart else None for pair in self.params.all]
+        built = checkpoint.build(self.optimizer, masters, self.scaler, *counts)
         if self._spec is not None:
             inner = counters_saved(built["optimizer"])
             state = {key: self.state_to_save(entry, compact) for key, entry in inner["state"].items()}
@@ -1285,10 +1287,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             changed = post_hook(self, built)
             built = built if changed is None else changed
         return built
-
-    def _saved_masters(self) -> list[Tensor | None]:
-        """FP32 masters in order, None where one lies on the weight's memory: a value has one home in a checkpoint."""
-        return [self.masters.to_save(pair) if pair.is_apart else None for pair in self.params.all]
 
     def state_to_save(self, entry: Any, compact: bool = False) -> Any:
         """A parameter's state, in FP32 under torch's names or ``compact``, where it is to be saved from."""

@@ -302,13 +302,14 @@ def test_copies_have_memory_of_their_own_and_the_same_bits(settings: dict[str, A
 def test_exactly_what_is_needed_is_asked_for_at_construction(card: Any) -> None:
     run = Run(offload="cpu", master_weights="split24", optimizer_state="8bit")
     at_first, sizes = dict(card.locked), [tensor.numel() for tensor in run.params]
+    asked = run.opt.memory().host
     run.train(3)
     assert card.locked == at_first, "one slab for each dtype, and none later"
     sixteen = sum(size for size, p in zip(sizes, run.params, strict=True) if p.dtype != torch.float32)
     coded = sizes[3] + sizes[5]  # and sizes[4] has rows of 65, in FP32 weights
     coded += sizes[4] if sizes[4] >= 4096 else 0
     memory = run.opt.memory()
-    assert memory.host == sixteen + 2 * coded + 8 * (sum(sizes) - coded)
+    assert memory.host == asked == sixteen + 2 * coded + 8 * (sum(sizes) - coded)
     rounding = host_memory.ALIGNMENT * 3 * len(sizes) + 4 * mmap.PAGESIZE
     assert memory.host <= sum(card.locked.values()) < memory.host + rounding
     assert str(memory).endswith(f"on the host {memory.host / memory.parameters:.2f}")
