@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine.dtensors import local
+from .engine.dtensors import local, raw_grad
 from .kernels.host_memory import is_on_host
 
 _PACKAGE = __name__.split(".")[0]
@@ -108,8 +108,9 @@ def tensors_in(holder: Any) -> Iterator[Tensor]:
     return (item for item in found_in(holder) if isinstance(item, Tensor))
 
 
-def apart_from(theirs: Iterable[Tensor], found: Iterable[Any]) -> list[Tensor]:
-    """This rank's pieces of tensors among ``found``, and what views are of, but what shares memory with ``theirs``."""
+def apart_from(weights: Iterable[Tensor], found: Iterable[Any]) -> list[Tensor]:
+    """This rank's pieces of tensors among ``found``, and what views are of, but weights, their gradients and views."""
+    theirs = [one for weight in weights for one in (weight, raw_grad(weight)) if one is not None]
     mine = [local(item) for item in found if isinstance(item, Tensor) and item.layout is torch.strided]
     mine += [one._base for one in mine if one._base is not None]  # a view holds it, and by it the memory
     known = {local(one).untyped_storage().data_ptr() for one in theirs if one.layout is torch.strided}

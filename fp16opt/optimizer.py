@@ -32,24 +32,23 @@ from .engine.diagnostics import (
     describe,
     warn_eps,
 )
-from .engine.dtensors import raw_grad
 from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, steps_on_device
 from .engine.gradients import StepState
 from .engine.look import Look
-from .engine.masters import Masters, NoMasters, on_memory_of, ordinary_parameters, own_masters
+from .engine.masters import Home, Masters, NoMasters, on_memory_of, ordinary_parameters, own_masters
 from .engine.missing_scale import WayToScale, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.changes import Changes, require_tensors
 from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
-from .engine.modes.offload import HOST, Offload, asking, check_served
+from .engine.modes.offload import OnHost
 from .engine.modes.release import ReleasedStep, ReleasingState, check_release
 from .engine.modes.split import SplitMasters
 from .engine.modes.sums import SummingState
 from .engine.one_pass import OnePassStep, check_one_pass
 from .engine.outcome import Outcome, read_at_once
-from .engine.params import HALF_DTYPES, ParamPair, ParamTable, StateByParam, labelled
+from .engine.params import HALF_DTYPES, ParamTable, StateByParam, labelled
 from .engine.passes import Gradients
 from .engine.ranks import Facts
 from .engine.schema import is_ours
@@ -81,7 +80,6 @@ _NOT_COPIED = (
     "step_state",
     "_true_gradients",
     "_spec",
-    "_offload",
     "_shelf",
     "_stepper",
     "_guard",
@@ -240,6 +238,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.fused_step = fused_step
         self.optimizer_state = optimizer_state
         self.gradient_release = gradient_release
+        self.offload_to = offload
         with torch.inference_mode(False):
             self._make(optimizer, master_weights, on_model_write)
         make_hook_tables(self, self.optimizer)
@@ -250,26 +249,24 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Raise ``ValueError`` where an optimizer that is about to be wrapped does not go with the arguments."""
         self._spec: Any = state8.spec_of(self.config.optimizer_state, type(optimizer))
         groups = optimizer.param_groups
-        check_one_pass(self.config, optimizer, self._spec, groups, self._names, is_new=True)
-        if self.config.optimizer_state == "8bit":
-            state8.check_moments(optimizer.state_dict(), [name for name, _ in labelled(groups, self._names)])
-        self._begin_offload(groups)
-
-    def _begin_offload(self, groups: list[dict[str, Any]]) -> None:
-        """Ask for the host's memory, where the argument says so."""
-        self._offload: Offload | None = None
-        self._shelf, self._is_away = Shelf(), False
-        if self.config.offload is not None:
-            self._spec = self._offload = Offload(self._spec, self.config.master_weights, groups, self._names)
-
-    def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
-        kinds: dict[str, Callable[[], Masters]] = {
+        kinds: dict[str, Callable[[Home], Masters]] = {
             "full": Masters,
             "none": NoMasters,
             "split": SplitMasters,
-            "split24": functools.partial(SplitMasters, 24),
+            "split24": functools.partial(SplitMasters, bits=24),
         }
-        self.masters = kinds[master_weights]()
+        self.masters = kinds[self.config.master_weights](OnHost() if self.config.offload else Home())
+        check_one_pass(self.config, optimizer, self._spec, groups, self._names, is_new=True)
+        if self.config.optimizer_state == "8bit":
+            state8.check_moments(optimizer.state_dict(), [name for name, _ in labelled(groups, self._names)])
+        self.masters.home.prepare(self._spec, self.masters, groups)
+
+    def _check_groups(self, groups: list[dict[str, Any]], names: dict[int, str], first: int = 0) -> None:
+        """Raise, before anything is changed, where groups that come do not go with the arguments, or find no memory."""
+        check_one_pass(self.config, self.inner, self._spec, groups, names, first)
+        self.masters.home.prepare(self._spec, self.masters, groups)
+
+    def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         self.inner = parallel.inner_of(optimizer)
         self.params = ParamTable(self.inner.param_groups, self._names, self._adopt)
         self.device = parallel.device_of(optimizer, self.params.masters)
@@ -283,11 +280,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._changes = Changes(self.params) if self.config.track_changes else None
         self.outcome = Outcome(self.lines, all_or_nothing=not self.gradient_release)
         self._compose()
-        self._convert_state(self._spec)
+        self._convert_state()
 
     def _compose(self) -> None:
         """Make the components that hold gradients. A copy or pickle is made without them, and makes its own here."""
-        me = weakref.ref(self)
+        me, self._shelf = weakref.ref(self), Shelf()
         self._guard = WrappedOptimizerGuard(self.optimizer)
         facts = _weakly(me, parallel.facts, Facts([], []))
         round_down = _weakly(me, MixedPrecisionOptimizer._round_all, None)
@@ -323,8 +320,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         is_apart = self.masters.are_apart and model.dtype in HALF_DTYPES
         master = self.masters.make(model) if is_apart else on_memory_of(model)
-        if self._offload is not None and is_apart:
-            self.masters.move(master, self._offload.place)
         self._carry_state(model, master)
         return master, is_apart
 
@@ -370,11 +365,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                     'like are stepped by opt.step(closure) with closure="reevaluate".'
                 )
             raise AttributeError(f"{words}. {more}")
-
-    @property
-    def offload_to(self) -> OffloadTo | None:
-        """The argument ``offload``: "cpu", or None."""
-        return self.config.offload
 
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
@@ -427,12 +417,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._names = {}
         self._spec = state8.spec_of(self.optimizer_state, type(self.inner))
         check_one_pass(self.config, self.inner, self._spec, [], {})
-        self._begin_offload(self.params.with_models(self.inner.param_groups))
-        if self._offload is not None:
-            for pair in self.params.all:
-                if pair.is_apart:
-                    self.masters.move(pair.master, self._offload.place)
-            self._bring_state({})
+        self.masters.home.bring_all(self.masters, self.params.all, self.inner.state)
         self.model_writes.count_anew()
         self._compose()
         make_hook_tables(self, self.optimizer)
@@ -481,9 +466,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         step = self.step_state.step
         if step is not None and step.runs:
             raise errors.WITHIN_A_STEP(call=call)
-        if self._offload is not None:
-            self._offload.require_here(call)
-        if self._is_away:
+        if self._shelf.is_taken:
             raise errors.OFFLOADED(call=call)
         if step is not None:
             self._finish_step(step)
@@ -537,7 +520,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Parameters were added, removed, replaced or reordered."""
         if not gives_up:
             self.step_state.require_open()
-        check_one_pass(self.config, self.inner, self._spec, self.params.with_models(groups), self._names)
+        self._check_groups(self.params.with_models(groups), self._names)
         if gives_up:
             self._count_given_up()  # while its stage is there
         self.model_writes.write_edited()  # while those that leave are known
@@ -773,7 +756,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 engine keeps their memory for the next step.
         """
         # Where a hook has called the step goes on with what it has found.
-        if not (self.step_state.is_stepping or self._is_away):
+        if not (self.step_state.is_stepping or self._shelf.is_taken):
             self._begin("zero_grad", verifies=False, gives_up=True)
             self._count_given_up()
         self.step_state.clear(set_to_none)
@@ -1203,7 +1186,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             >>> opt.memory().masters
             4000
         """
-        if not self._is_away:  # else the model may be away, too
+        if not self._shelf.is_taken:  # else the model may be away, too
             self.params.verify_moved()
         return self._measured()
 
@@ -1215,7 +1198,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         kinds = {
             "weights": weights,
             "masters": masters,
-            "moments": self.inner.state,
+            "moments": [self.inner.state, self.masters.home],
             "gradients": self.gradients.tensors(),
             "engine": self,
         }
@@ -1229,43 +1212,37 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
         Masters, remainders, state, sums, scales, statistics; weights and their gradients are the model's and its
         framework's. In between calls that need any of it raise. The host's memory is kept for the next time. With
-        ``offload="cpu"`` it lies there already, and this does nothing. CUDA graphs must be captured anew after it.
+        ``offload="cpu"`` most lies there already. CUDA graphs must be captured anew after it.
 
         Raises:
-            ValueError: A parameter doesn't lie on a card with memory of its own. Nothing is changed then.
             RuntimeError: There is too little host memory, or gradients wait for a step. Nothing is changed then.
 
         Syncs.
         """
+        if self._shelf.is_taken:
+            return
         self._begin("offload")
-        check_served("opt.offload()", zip(self.params.names, self.params.models, strict=True))
         if self.step_state.waits_for_step():
             raise errors.OFFLOAD_BETWEEN()
-        if self._offload is None:
-            asking(self._shelf.prepare, self._own_tensors())
-            self._is_away = True
-            self._shelf.put(self._own_tensors())
-            self.params.leave_memory()  # which the framework frees
+        self._shelf.put(self._own_tensors())
+        self.params.leave_memory()  # which the framework frees
 
     @public
     def onload(self) -> None:
         """Bring back to the card what :meth:`offload` has brought to the host: the same bits. Syncs."""
-        if self._is_away:
+        if self._shelf.is_taken:
             self._shelf.take_back(self._own_tensors())
-            self.params.follow_memory()
-            self._is_away = False
             self._begin("onload")
 
     def _own_tensors(self) -> list[Tensor]:
         """This rank's pieces of all that lies on a card and is not the model's; no call knows addresses after this."""
         self.params.changed()
         weights = [*self.params.models, *self.params.elsewhere]
-        theirs = [one for weight in weights for one in (weight, raw_grad(weight)) if one is not None]
         found = list(found_in([self, self.inner.state, self.gradients.tensors()]))
         for item in found:
             if isinstance(item, (kernels.CallCache, OnePassStep)):
                 item.forget()
-        return [one for one in apart_from(theirs, found) if steps_on_device(one.device)]
+        return [one for one in apart_from(weights, found) if one.device.type != "cpu" or steps_on_device(one.device)]
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
@@ -1287,37 +1264,22 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.model_writes.sync()
         self.model_writes.warn_if_due()
         counts = self.steps_counted(), self.outcome.skipped_steps
-        built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, *counts)
-        if self._offload is not None:
-            inner = built["optimizer"]
-            built["optimizer"] = {**inner, "state": {k: self._offload.saved(v) for k, v in inner["state"].items()}}
-        if fused_spec_for(type(self.optimizer)) is not None:
-            built["optimizer"] = counters_saved(built["optimizer"])
-        if self.optimizer_state == "8bit":
-            built["optimizer"] = state8.saved(built["optimizer"], compact)
+        # None where one lies on the weight's memory: a value has one home in a checkpoint.
+        masters = [self.masters.to_save(pair) if pair.is_apart else None for pair in self.params.all]
+        built = checkpoint.build(self.optimizer, masters, self.scaler, *counts)
+        if self._spec is not None:
+            inner = counters_saved(built["optimizer"])
+            state = {key: self.state_to_save(entry, compact) for key, entry in inner["state"].items()}
+            built["optimizer"] = {**inner, "state": state}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, built)
             built = built if changed is None else changed
         return built
 
-    def _saved_masters(self) -> list[Tensor | None]:
-        """FP32 masters in order, None where one lies on the weight's memory: a value has one home in a checkpoint."""
-        return [self.value_to_save(pair) if pair.is_apart else None for pair in self.params.all]
-
-    @property
-    def saved_on(self) -> torch.device | None:
-        """The device that checkpoints are made on; None: where masters are."""
-        return None if self._offload is None else HOST
-
-    def value_to_save(self, pair: ParamPair) -> Tensor:
-        """A master in FP32, detached; with ``offload="cpu"`` on the host."""
-        if self._offload is None or not pair.is_apart:
-            return self.masters.read([pair])[0]
-        return self._offload.read(self.masters, pair)
-
-    def state_to_save(self, entry: Any) -> Any:
-        """A parameter's state in FP32 under torch's names; with ``offload="cpu"`` on the host."""
-        return state8.whole_entry(entry if self._offload is None else self._offload.saved(entry))
+    def state_to_save(self, entry: Any, compact: bool = False) -> Any:
+        """A parameter's state, in FP32 under torch's names or ``compact``, where it is to be saved from."""
+        kept = self.masters.home.state_to_save(entry)
+        return state8.compact_entry(kept) if compact else state8.whole_entry(kept)
 
     @public
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -1363,9 +1325,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._params_changed([None if n in thawed else n for n in range(len(self.params))], is_thaw=True)
         if not is_ours(state_dict):  # else weights that were loaded just before would be undone below
             self.model_writes.sync()
-        there = {master: dict(entry) for master, entry in self.inner.state.items() if isinstance(entry, dict)}
-        steps = self._convert_loaded, lambda: self._finish_load(state_dict, there)
-        checkpoint.load(state_dict, self.inner, names, scaler, *steps, where=self.saved_on)
+        steps = self._convert_loaded, lambda: self._finish_load(state_dict)
+        checkpoint.load(state_dict, self.inner, names, scaler, *steps, where=self.masters.home.saved_on)
 
     def _decoded(self, state_dict: Any) -> Any:
         """A checkpoint with FP32 state in place of codes, of which the optimizer can make its own.
@@ -1393,30 +1354,20 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             {**here, **told, "params": [pair.model for pair in self.params.all if pair.group == number]}
             for number, (here, told) in enumerate(zip(self.inner.param_groups, saved, strict=False))
         ]
-        check_one_pass(self.config, self.inner, self._spec, groups, self._names)
+        self._check_groups(groups, self._names)
 
     def _convert_loaded(self) -> None:
         """Loaded state comes to the form in which it is kept."""
         self.masters.lay_out(self.params.all, self.inner.state)
-        self._convert_state(self._spec if self._offload is None else self._offload.inner)  # which leaves it on the host
+        self._convert_state()
 
-    def _convert_state(self, spec: Any) -> None:
-        if spec is not None:
-            spec.convert_all(self.params.all, self.inner)
+    def _convert_state(self) -> None:
+        if self._spec is not None:
+            self._spec.convert_all(self.params.all, self.inner)
 
-    def _bring_state(self, there: dict[Any, Any]) -> None:
-        """With ``offload="cpu"`` state goes to the host, into the memory of what was ``there``, by master."""
-        for pair in self.params.all:
-            if self._offload is not None and pair.master in self.inner.state:
-                self._offload.bring(self.inner.state[pair.master], there.get(pair.master, {}), pair.model)
-
-    def _finish_load(self, state_dict: dict[str, Any], there: dict[Any, Any]) -> None:
-        """Masters and counts of a checkpoint that has them are taken, and the model follows.
-
-        Args:
-            there: the optimizer's state before, whose memory on the host is used again.
-        """
-        self._bring_state(there)
+    def _finish_load(self, state_dict: dict[str, Any]) -> None:
+        """Masters and counts of a checkpoint that has them are taken, and the model follows."""
+        self.masters.home.bring_all(self.masters, self.params.all, self.inner.state)
         if is_ours(state_dict):
             for pair, saved in zip(self.params.all, state_dict["masters"], strict=True):
                 if saved is not None:  # one by one: FP32 values of all would take the memory that split masters save
@@ -1449,7 +1400,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             if isinstance(value, Tensor):
                 if id(value) not in made:
                     pair = apart.get(id(value))
-                    made[id(value)] = value.detach() if pair is None else self.value_to_save(pair).detach()
+                    made[id(value)] = value.detach() if pair is None else self.masters.to_save(pair).detach()
                 state[name] = made[id(value)]
         return state
 

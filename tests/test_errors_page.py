@@ -5,23 +5,20 @@ from __future__ import annotations
 import ast
 import datetime
 import logging
-import os
 import re
-import resource
 import string
 import tempfile
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import emulated
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
@@ -554,11 +551,8 @@ def saved_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 class StubCard:
     """What locks pages, and runs nothing."""
 
-    def __init__(self, shares: bool = False) -> None:
-        self._shares = shares
-
     def shares_memory(self) -> bool:
-        return self._shares
+        return False
 
     def lock_pages(self, address: int, size: int) -> int:
         return address
@@ -573,68 +567,14 @@ class StubCard:
         pass
 
 
-def on_a_stub(monkeypatch: pytest.MonkeyPatch, card: StubCard, captures: bool = False) -> Callable[[], Training]:
+def on_a_stub(monkeypatch: pytest.MonkeyPatch, card: StubCard) -> Callable[[], Training]:
     """Tensors of the CPU are taken for those of a card."""
 
-    monkeypatch.setattr(emulated.HostStream, "capturing", captures)
     monkeypatch.setattr(cuda, "Stream", emulated.HostStream)
     monkeypatch.setattr(backends, "compiled_for", lambda device: cuda if device.type == "cpu" else None)
     monkeypatch.setattr(host_memory, "shown", emulated.shown)
     emulated.launch_on(card, monkeypatch)
     return lambda: Training(offload="cpu")
-
-
-def offload_of_a_cpu_model() -> None:
-    Training(offload="cpu")
-
-
-def offload_beside_cpuoffloadpolicy() -> None:
-    with Alone():
-        layer = nn.Linear(4, 2).half()
-        fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False))
-        inner = SGD(layer.parameters(), lr=0.1)
-        MixedPrecisionOptimizer(inner, named_parameters=layer.named_parameters(), offload="cpu")
-
-
-def offload_without_kernels() -> None:
-    with mock.patch.object(Tensor, "device", torch.device("cuda", 0)):
-        Training(offload="cpu")
-
-
-def offload_on_unified_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_stub(monkeypatch, StubCard(shares=True))()
-
-
-def offload_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_stub(monkeypatch, StubCard(), captures=True)()
-
-
-def a_small_machine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Of 2 KiB that are free."""
-    (folder / "proc/sys/kernel").mkdir(parents=True)
-    (folder / "sys/fs/cgroup").mkdir(parents=True)
-    (folder / "proc/meminfo").write_text("MemTotal: 4 kB\nMemAvailable: 0 kB\n")
-    (folder / "proc/sys/kernel/osrelease").write_text("5.15.167.4-microsoft-standard-WSL2\n")
-    (folder / "sys/fs/cgroup/memory.max").write_text(f"{2**33}\n")
-    (folder / "sys/fs/cgroup/memory.current").write_text(f"{3 * 2**30}\n")
-    (folder / "sys/fs/cgroup/memory.stat").write_text(f"inactive_file {2**30}\n")
-    monkeypatch.setattr(host_memory, "ROOT", folder)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**26, 2**26))
-
-
-def offload_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = on_a_stub(monkeypatch, StubCard())
-    with tempfile.TemporaryDirectory() as folder:
-        a_small_machine(monkeypatch, Path(folder))
-        make()
-
-
-def offload_in_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = on_a_stub(monkeypatch, StubCard())()
-    parent = os.getpid()
-    with monkeypatch.context() as child:
-        child.setattr(os, "getpid", lambda: parent + 1)
-        one.opt.step()
 
 
 def offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -652,8 +592,7 @@ def offload_between_backward_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 KINDS: dict[type[BaseException] | None, str] = {  # where it is no RuntimeError
-    V: "never wrapped, meta, not in the model, "
-    "offload of a CPU model, offload beside CPUOffloadPolicy, offload without kernels, offload on unified memory",
+    V: "never wrapped, meta, not in the model",
     W: "halves under a GradScaler, no gradients under a GradScaler",
     T: "wrapped twice",
     L: (

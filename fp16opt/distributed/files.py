@@ -406,7 +406,7 @@ def _template(path: Path, model: nn.Module, opt: Optimizer, strict: bool) -> _Re
     for where in paths.values():
         if where[0] in there:
             there[where[0]][where[1]] = None
-    table, on = wrapper_of(opt).params, wrapper_of(opt).saved_on
+    table, on = wrapper_of(opt).params, wrapper_of(opt).masters.home.saved_on
     mine = {names[id(pair.model)]: pair.master for pair in table.all}
     trained = {names[id(param)] for param in (*table.models, *table.elsewhere)}
     masters: dict[str, Any] = dict(mine)

@@ -88,9 +88,9 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     masters, state = {}, {}
     for pair in wrapper.params.all:
         name, master = names[id(pair.model)], pair.master
-        masters[name] = wrapper.value_to_save(pair)
+        masters[name] = wrapper.masters.to_save(pair)
         if fresh and master.requires_grad:
-            state[name] = _first_state(inner, inner.param_groups[pair.group], master, wrapper.saved_on)
+            state[name] = _first_state(inner, inner.param_groups[pair.group], master, wrapper.masters.home.saved_on)
         elif master in inner.state:
             state[name] = dict(wrapper.state_to_save(inner.state[master]))
     groups = []
@@ -383,7 +383,7 @@ def fp32_state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
             continue
         if id(value) not in done:
             found = find(value)
-            done[id(value)] = found.to(device=wrapper.saved_on, copy=True) if rank == 0 else found
+            done[id(value)] = found.to(device=wrapper.masters.home.saved_on, copy=True) if rank == 0 else found
         whole[clean(name)] = done[id(value)]
     return whole if rank == 0 else {}
 

@@ -175,7 +175,7 @@ def _load_optimizer(
             check_optimizer_state(given, optimizer, names)
             given = _own_dict(given, widens)
         final.update(given)
-        return given if where is None else {**given, "state": _without_memory(given["state"])}
+        return given if where is None else {**given, "state": {}}
 
     def put_right(_: Optimizer) -> None:
         if not final:
@@ -183,10 +183,11 @@ def _load_optimizer(
         ids = [i for group in final["param_groups"] for i in group["params"]]
         params = [p for params in lists for p in params]
         for i, param in zip(ids, params, strict=True):
-            loaded = optimizer.state.get(param) if i in final["state"] else None
-            if loaded is not None:
-                right = _put_right(loaded, final["state"][i], param, how)
-                if right is not loaded:
+            saved = final["state"].get(i)
+            loaded = optimizer.state.get(param) if where is None else saved
+            if saved is not None and loaded is not None:
+                right = _put_right(loaded, saved, param, how)
+                if right is not optimizer.state.get(param):
                     optimizer.state[param] = right
 
     with contextlib.ExitStack() as hooks:
@@ -202,13 +203,6 @@ def _load_optimizer(
         )
     for group, params in zip(optimizer.param_groups, lists, strict=True):
         group["params"] = params
-
-
-def _without_memory(value: Any, key: object = None) -> Any:
-    """State with tensors of no elements, which casts move at once; step counters as they are."""
-    if isinstance(value, Mapping):
-        return {k: _without_memory(item, k) for k, item in value.items()}
-    return torch.empty(0, dtype=value.dtype, device="cpu") if isinstance(value, Tensor) and key != "step" else value
 
 
 class _How(NamedTuple):

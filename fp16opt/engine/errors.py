@@ -535,53 +535,6 @@ SAVED_BY_ONE = Refusal(
 
 # -- State on the host -------------------------------------------------------------------------------------------------
 
-OFFLOAD_ON_CPU = Refusal(
-    "offload of a CPU model",
-    ValueError,
-    """{what} keeps state in host memory for a card that steps it, and parameter {name!r} lies on {device}. Leave {what}
-    out, or move the model to a CUDA card first.""",
-)
-
-OFFLOAD_SHARDS = Refusal(
-    "offload beside CPUOffloadPolicy",
-    ValueError,
-    """{what} keeps state in host memory for a card that steps it, and the shards of parameter {name!r} lie on {device},
-    as FSDP2's CPUOffloadPolicy has them. Leave {what} out, or call fully_shard without offload_policy, on cards.""",
-)
-
-OFFLOAD_UNSERVED = Refusal(
-    "offload without kernels",
-    ValueError,
-    """{what} takes this library's kernels, and none serve {device}, where parameter {name!r} lies. Leave {what} out, or
-    see python -m fp16opt.""",
-)
-
-OFFLOAD_UNIFIED = Refusal(
-    "offload on unified memory",
-    ValueError,
-    "{what}: the memory of {device} is the host's, so nothing would leave it. Leave {what} out.",
-)
-
-OFFLOAD_CAPTURED = Refusal(
-    "offload in a capture",
-    RuntimeError,
-    "{what} asks for memory, and a CUDA graph is being captured. Do it before the capture.",
-)
-
-OFFLOAD_MEMORY = Refusal(
-    "offload without room",
-    RuntimeError,
-    """{asked} of page-locked host memory can't be had: {facts}. Free some, raise the limit, keep fewer bytes
-    (master_weights="split24", optimizer_state="8bit"), or leave offload out.""",
-)
-
-OFFLOAD_FORKED = Refusal(
-    "offload in a forked child",
-    RuntimeError,
-    """{call} was called in a forked process, which has no part of the page-locked memory that the state lies in. Call
-    it in the process that wrapped the optimizer; start workers by "spawn" or "forkserver" if they train.""",
-)
-
 OFFLOADED = Refusal(
     "offloaded",
     RuntimeError,

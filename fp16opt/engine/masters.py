@@ -19,10 +19,64 @@ from .dtensors import different_bits, hold, local, raw_grad, set_raw_grad
 from .params import DeviceParams, ParamPair, ParamTable
 
 
+class Home:
+    """Where masters and state of parameters lie: here on the parameters' own devices. A copy's begins empty.
+
+    Attributes:
+        saved_on: the device that checkpoints are made on; None: where masters are.
+    """
+
+    saved_on: torch.device | None = None
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def prepare(self, spec: Any, masters: Masters, groups: list[dict[str, Any]]) -> None:
+        """Ask for the memory that parameters of groups will take, before anything is changed.
+
+        Args:
+            spec: of the optimizer's class.
+            groups: as they are to be: defaults filled in, and "params" are the model's.
+
+        Raises:
+            RuntimeError: there is too little memory, or a parameter lies where that can't be served.
+        """
+
+    def new_state(self, spec: Any, settings: dict[str, Any], model: Tensor) -> dict[str, Any]:
+        """State of a parameter that has none, as its own spec makes it."""
+        made: dict[str, Any] = {}
+        spec.make_state(made, settings, model)
+        return made
+
+    def put(self, model: Tensor, name: str, value: Tensor) -> Tensor:
+        """What is kept of a parameter under a name, with the bits of ``value``, where it is to lie."""
+        return value
+
+    def bring(self, state: dict[str, Any], model: Tensor) -> None:
+        """:meth:`put` the tensors of a parameter's state, and have it hold those."""
+
+    def bring_all(self, masters: Masters, pairs: Sequence[ParamPair], state: Mapping[Any, Any]) -> None:
+        """Masters and state that came from elsewhere go where they are to lie."""
+
+    def to_save(self, value: Tensor) -> Tensor:
+        """``value``, detached, where it is to be saved from."""
+        return value.detach()
+
+    def state_to_save(self, entry: Any) -> Any:
+        """A parameter's state, where it is to be saved from."""
+        return entry
+
+
+REST = "master"
+"""The name under which :meth:`Home.put` takes what is kept of a master."""
+
+
 class Masters:
     """How the masters of a training are kept: here as FP32 tensors of the parameters' shapes and strides.
 
     Attributes:
+        home: where.
+        dtype: of what is kept beside 16-bit weights.
         words: what ``repr`` calls them.
         are_apart: whether those of 16-bit parameters have memory of their own. All others lie on the weights'.
         keeps_gradients: whether the memory of FP32 gradients is kept from one step to the next.
@@ -40,7 +94,8 @@ class Masters:
     needs_number = False
     mixed_in: Any = None
 
-    def __init__(self) -> None:
+    def __init__(self, home: Home) -> None:
+        self.home, self.dtype = home, torch.float32
         self.ties: dict[int, Any] = {}
 
     def make(self, model: Tensor) -> Tensor:
@@ -49,13 +104,13 @@ class Masters:
         It has the attributes that users set on the parameter (Muon variants read them).
         """
         data = model.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
-        master = torch.nn.Parameter(data, requires_grad=True)
+        master = torch.nn.Parameter(self.home.put(model, REST, data), requires_grad=True)
         master.__dict__.update(model.__dict__)
         return master
 
-    def move(self, master: Tensor, place: Callable[[Tensor], Tensor]) -> None:
-        """What is kept of a master beside its weight goes where ``place`` puts it."""
-        hold(master, place(local(master.detach())))
+    def bring_home(self, pair: ParamPair) -> None:
+        """What is kept of a copied master beside its weight goes where it is to lie."""
+        hold(pair.master, self.home.put(pair.model, REST, local(pair.master.detach())))
 
     def operand(self, pair: ParamPair) -> Tensor:
         """What a one-pass step takes for the master, beside the model's parameter. It is laid out as masters are."""
@@ -71,9 +126,17 @@ class Masters:
             masters = [master if row in wanted else None for row, master in enumerate(masters)]
         kernels.multi_tensor_cast(masters, group.apart_models, group.cast, cache=group.caches["cast"])
 
-    def read(self, pairs: Sequence[ParamPair]) -> list[Tensor]:
-        """FP32 values of masters of one device: the masters themselves, detached."""
-        return [pair.master.detach() for pair in pairs]
+    def read(self, pairs: Sequence[ParamPair], see: Callable[[Tensor], Tensor] = Tensor.detach) -> list[Tensor]:
+        """FP32 values of masters of one device: the masters themselves, detached.
+
+        Args:
+            see: gives what a tensor is read from, without gradients: :meth:`Home.to_save`.
+        """
+        return [see(pair.master) for pair in pairs]
+
+    def to_save(self, pair: ParamPair) -> Tensor:
+        """A master in FP32, where it is to be saved from."""
+        return self.read([pair], self.home.to_save)[0]
 
     def write(self, pairs: Sequence[ParamPair], values: Sequence[Tensor]) -> None:
         """Masters of one device take FP32 values; the model follows with :meth:`round_down`."""

@@ -36,7 +36,7 @@ from .fused_registry import (
 )
 from .gradients import StepState
 from .look import Look
-from .masters import Masters
+from .masters import Home, Masters
 from .params import HALF_DTYPES, DeviceParams, ParamPair, ParamTable, labelled
 from .passes import GradsToStep
 from .step import Step
@@ -177,7 +177,7 @@ class ParamState(NamedTuple):
     made: dict[str, Any]
 
     @classmethod
-    def find(cls, optimizer: Optimizer, spec: Any, settings: dict[str, Any], pair: ParamPair) -> ParamState:
+    def find(cls, optimizer: Optimizer, spec: Any, home: Home, settings: dict[str, Any], pair: ParamPair) -> ParamState:
         """Find it, in the format in which it is kept; made as torch makes it where there is none. No sync.
 
         Raises:
@@ -189,12 +189,12 @@ class ParamState(NamedTuple):
             return cls(mine, None, {}, {})
         entry = optimizer.state[pair.master]
         spec.convert(entry, settings, pair.model)
+        home.bring(entry, pair.model)
         if mine.fills_first and any(entry.get(name) is None for name in names):
-            made: dict[str, Any] = {}
-            mine.make_state(made, settings, pair.model)
+            made = home.new_state(mine, settings, pair.model)
             return cls(mine, entry, {name: made[name] for name in names}, made)
         if not entry:
-            mine.make_state(entry, settings, pair.model)
+            entry.update(home.new_state(mine, settings, pair.model))
         counter_to_device(entry, pair.master.device)
         for name in names:
             mine.check_state(name, entry.get(name), pair.model)
@@ -539,7 +539,7 @@ class OnePassStep:
         group = self._read(pair.group, self.optimizer.param_groups[pair.group])
         if group.obstacle:
             raise CannotServe(group.obstacle)
-        state = ParamState.find(self.optimizer, self.spec, group.settings, pair)
+        state = ParamState.find(self.optimizer, self.spec, self.masters.home, group.settings, pair)
         call = KernelCall.of([(0, pair, state)], [pair.model], self.masters, cache)._replace(group_of=(0,))
         cast = pair.cast.of_row(pair.row) if pair.is_apart else None
         call.run([group.options], [grad], [pair.model], factors, cast, found_inf, self._number())
@@ -581,6 +581,7 @@ class OnePassStep:
         taken: dict[tuple[bool, tuple[str, ...]], list[tuple[int, ParamPair, ParamState]]] = {}
         for row, pair in enumerate(device.pairs):
             if pair.has_master and (there is None or there[row]):
-                state = ParamState.find(self.optimizer, self.spec, self._groups[pair.group].settings, pair)
+                settings, home = self._groups[pair.group].settings, self.masters.home
+                state = ParamState.find(self.optimizer, self.spec, home, settings, pair)
                 taken.setdefault((pair.is_apart, tuple(state.tensors)), []).append((row, pair, state))
         return [KernelCall.of(alike, device.models, self.masters) for alike in taken.values()]

@@ -118,10 +118,11 @@ class DeviceParams:
                 [m if pair.is_apart else None for pair, m in zip(self.pairs, masters, strict=True)]
             )
 
-    def leave_pieces(self) -> None:
-        """Hold none, which would keep their memory where the model is moved, until :meth:`find_pieces`."""
-        self.models = self.masters = self.apart_models = self.apart_masters = ()
-        self._read = None
+    def leave_pieces(self, are_new: bool) -> None:
+        """Know no addresses, and of DTensors no pieces, which would keep their memory, until :meth:`find_pieces`."""
+        self._read = self._addresses = None
+        if are_new:
+            self.models = self.masters = self.apart_models = self.apart_masters = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -163,11 +164,6 @@ class ParamPair:
         here, there = local(self.master), local(self.model)
         if here.data_ptr() != there.data_ptr() or here.stride() != there.stride():
             hold(self.master, there.detach())
-
-    def leave_memory(self) -> None:
-        """A master on the weight's memory no longer keeps that, until :meth:`follow_memory`."""
-        if self.has_master and not self.is_apart and local(self.master).numel():
-            hold(self.master, local(self.master).detach().new_empty(0))
 
     def follow_marks(self) -> None:
         """The master gets attributes that were set on the model's parameter since; what else stands on it stays."""
@@ -361,17 +357,12 @@ class ParamTable:
     # -- what kernels get --------------------------------------------------------------------------------------------
 
     def leave_memory(self) -> None:
-        """Keep no memory of the model's weights, which may move to another device, until :meth:`follow_memory`."""
+        """Keep no memory of the model's weights, which may move to another device, until :meth:`verify_moved`."""
         for pair in self.all:
-            pair.leave_memory()
-        if self.has_dtensors:
-            for device in self.devices:
-                device.leave_pieces()
-
-    def follow_memory(self) -> None:
-        """Masters lie on the memory of weights again, wherever that is. To be followed by :meth:`verify_moved`."""
-        for pair in self.all:
-            pair.follow_memory()
+            if pair.has_master and not pair.is_apart:
+                hold(pair.master, local(pair.master).detach().new_empty(0))
+        for device in self.devices:
+            device.leave_pieces(self.has_dtensors)
 
     def find_pieces(self) -> None:
         """To be called before kernels get the model or the masters, where these are DTensors."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..scaling import LossScaler
@@ -14,7 +13,7 @@ from .gradients import StepState
 from .masters import Masters
 from .model_writes import ModelWrites
 from .outcome import Outcome
-from .params import ParamPair, ParamTable
+from .params import ParamTable
 from .passes import Gradients
 
 
@@ -39,18 +38,11 @@ class Wrapper(Protocol):
     device: torch.device
     config: Config
 
-    @property
-    def saved_on(self) -> torch.device | None:
-        """The device that checkpoints are made on; None: where masters are."""
-
     def settle(self, call: str) -> None:
         """Finish a step that an exception has stopped; raise ``RuntimeError`` for a ``call`` within one."""
 
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
-
-    def value_to_save(self, pair: ParamPair) -> Tensor:
-        """A master in FP32, where it is to be saved from."""
 
     def state_to_save(self, entry: Any) -> Any:
         """A parameter's state in FP32, where it is to be saved from."""

@@ -11,14 +11,16 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import cuda_devices
+from .backends import backend
 from .cuda_driver import Card, DriverError
 
 ALIGNMENT = 128
@@ -26,17 +28,20 @@ ALIGNMENT = 128
 ROOT = Path("/")
 
 
-class CannotLock(Exception):
-    """There is too little host memory, or the driver doesn't lock it.
+class CannotLock(RuntimeError):
+    """There is too little host memory, or no card that locks it."""
 
-    Attributes:
-        asked: bytes.
-        facts: what was found, in words.
-    """
+    @classmethod
+    def asked(cls, size: int, more: str = "") -> CannotLock:
+        """Of so many bytes.
 
-    def __init__(self, asked: int, facts: str) -> None:
-        super().__init__(facts)
-        self.asked, self.facts = asked, facts
+        Args:
+            more: what the system or the driver said.
+        """
+        return cls(
+            f"{in_gib(size)} of page-locked host memory can't be had: {facts()}{more}. Free some, raise the limit, "
+            "keep fewer bytes, or leave offload out."
+        )
 
 
 class Slab(mmap.mmap):
@@ -45,10 +50,12 @@ class Slab(mmap.mmap):
     They are no part of a forked child: a kernel that locks pages would copy all of them for it.
 
     Attributes:
+        owner: the process.
         card: which has locked them.
         host_address, card_address: where the host and the card have them.
     """
 
+    owner: int
     card: Card
     host_address: int
     card_address: int
@@ -62,21 +69,22 @@ class Slab(mmap.mmap):
         """
         free = available()
         if free is not None and size > free:
-            raise CannotLock(size, facts())
+            raise CannotLock.asked(size)
         try:
             pages = cls(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            raise CannotLock(size, f"{facts()}: {error}") from None
+            raise CannotLock.asked(size, f": {error}") from None
         pages.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
+        pages.owner = os.getpid()
         pages.card, pages.host_address = card, ctypes.addressof(ctypes.c_char.from_buffer(pages))
         ctypes.memset(pages.host_address, 0, len(pages))
         try:
             pages.card_address = card.lock_pages(pages.host_address, len(pages))
         except DriverError as error:
-            raise CannotLock(size, f"{facts()}; {error}") from None
-        weakref.finalize(pages, _unlock, os.getpid(), card, pages.host_address).atexit = False
+            raise CannotLock.asked(size, f"; {error}") from None
+        weakref.finalize(pages, _unlock, pages.owner, card, pages.host_address).atexit = False
         _SLABS[pages.card_address] = pages
         return pages
 
@@ -132,10 +140,18 @@ def on_host(tensor: Tensor) -> Tensor:
 
     Args:
         tensor: a plain one.
+
+    Raises:
+        RuntimeError: this is a forked child, which has none of this memory.
     """
     slab = _slab_of(tensor)
     if slab is None:
         return tensor.detach().cpu()
+    if os.getpid() != slab.owner:
+        raise RuntimeError(
+            "a forked process has no part of the page-locked memory that this optimizer's state lies in. Use it in the "
+            'process that wrapped it; start workers by "spawn" or "forkserver" if they train.'
+        )
     slab.card.wait()
     storage = tensor.untyped_storage()
     begin = storage.data_ptr() - slab.card_address
@@ -162,7 +178,7 @@ class Room:
         """
         free, asked = available(), sum(sizes.values())
         if free is not None and asked > free:
-            raise CannotLock(asked, facts())
+            raise CannotLock.asked(asked)
         for dtype, size in sizes.items():
             if size:
                 self._open[dtype] = Slab.allocate(size, self._card), 0
@@ -195,49 +211,47 @@ def rounded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+Wanted = tuple[Tensor, str, Tensor, torch.device]
+"""Whose memory it is, its name there, a dense tensor, which may be meta, laid out as it is to be, and the device."""
+
+
 class Host:
-    """Where the tensors of several cards are put: a :class:`Room` for each."""
+    """Memory of tensors by name: as long as a tensor lives, it keeps what it had. It may be of several cards."""
 
     def __init__(self) -> None:
         self._rooms: dict[torch.device, Room] = {}
+        self._held: Any = WeakTensorKeyDictionary()
 
-    def reserve(self, wanted: Iterable[tuple[torch.device, Tensor]]) -> None:
-        """Ask for the memory of tensors at once.
-
-        Args:
-            wanted: the device that each is to be of, and one laid out like it, which may be meta.
+    def reserve(self, wanted: Sequence[Wanted]) -> None:
+        """Ask for the memory of all at once.
 
         Raises:
             CannotLock: there is too little memory, or the driver refuses.
         """
         asked: dict[torch.device, dict[torch.dtype, int]] = {}
-        for device, like in wanted:
-            sizes = asked.setdefault(device, {})
-            sizes[like.dtype] = sizes.get(like.dtype, 0) + rounded(like.untyped_storage().nbytes())
+        for owner, name, like, device in wanted:
+            if self._found(owner, name, like) is None:
+                sizes = asked.setdefault(device, {})
+                sizes[like.dtype] = sizes.get(like.dtype, 0) + rounded(like.untyped_storage().nbytes())
         for device, sizes in asked.items():
             self._room(device).reserve(sizes)
+        for each in wanted:
+            self.of(*each)
+
+    def of(self, owner: Tensor, name: str, like: Tensor, device: torch.device) -> Tensor:
+        """What there is under the name, if it is laid out alike, else new zeros. Raises as :meth:`reserve`."""
+        found = self._found(owner, name, like)
+        if found is None:
+            found = self._room(device).like(like)
+            self._held.setdefault(owner, {})[name] = found
+        return found
 
     def _room(self, device: torch.device) -> Room:
         return self._rooms.setdefault(device, Room(device))
 
-    def like(self, like: Tensor, device: torch.device) -> Tensor:
-        """Zeros of a device, laid out as a dense tensor, which may be meta. Raises as :meth:`reserve`."""
-        return self._room(device).like(like)
-
-    def put(self, value: Tensor, device: torch.device, before: Tensor | None = None) -> Tensor:
-        """A tensor of a device with the bits of ``value``, which is returned itself where it lies there.
-
-        Args:
-            before: written and returned, where it lies there and is laid out alike.
-
-        Raises as :meth:`reserve`.
-        """
-        if is_on_host(value) or not value.numel():
-            return value.to(device)
-        if before is None or not is_on_host(before) or _layout(before) != _layout(value):
-            before = self.like(value, device)
-        on_host(before).copy_(value)
-        return before
+    def _found(self, owner: Tensor, name: str, like: Tensor) -> Tensor | None:
+        found: Tensor | None = self._held.get(owner, {}).get(name)
+        return found if found is not None and _layout(found) == _layout(like) else None
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
@@ -245,50 +259,53 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 class Shelf:
-    """Where all tensors of an optimizer go for a while: a slab for each card, kept for the next time."""
+    """Where all tensors of an optimizer go for a while: a slab for each card, kept for the next time.
+
+    Attributes:
+        is_taken: whether tensors are there.
+    """
 
     def __init__(self) -> None:
+        self.is_taken = False
         self._slabs: dict[torch.device, Slab] = {}
 
-    def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Ask for what :meth:`put` will take.
+    def put(self, tensors: Iterable[Tensor]) -> None:
+        """Their storages move to the slabs; what shared one shares one. Waits for the cards.
 
         Raises:
-            CannotLock: there is too little memory, or the driver refuses.
+            CannotLock: there is too little memory, or the driver refuses. Nothing has moved then.
         """
-        sizes: dict[torch.device, int] = {}
-        for alike in _by_storage(tensors, there=False):
+        found, sizes = _by_storage(tensors, lambda slab: slab is None), dict[torch.device, int]()
+        for alike in found:
             device = alike[0].device
             sizes[device] = sizes.get(device, 0) + rounded(alike[0].untyped_storage().nbytes())
         for device, size in sizes.items():
             if device not in self._slabs or len(self._slabs[device]) < size:
                 self._slabs.pop(device, None)  # before another one is asked for
                 self._slabs[device] = Slab.allocate(size, card_of(device))
-
-    def put(self, tensors: Iterable[Tensor]) -> None:
-        """Their storages move to the slabs; what shared one shares one. Waits for the cards."""
+        self.is_taken = True
         at = dict.fromkeys(self._slabs, 0)
-        for alike in _by_storage(tensors, there=False):
+        for alike in found:
             device, size = alike[0].device, alike[0].untyped_storage().nbytes()
             memory = shown(_Bytes(self._slabs[device], at[device], size), device)
             at[device] += rounded(size)
             on_host(memory).copy_(_bytes_of(alike[0]))
             _give(alike, memory)
 
-    @staticmethod
-    def take_back(tensors: Iterable[Tensor]) -> None:
-        """Their storages move to the cards' own memory."""
-        for alike in _by_storage(tensors, there=True):
+    def take_back(self, tensors: Iterable[Tensor]) -> None:
+        """The storages of those that are there move to the cards' own memory."""
+        for alike in _by_storage(tensors, lambda slab: any(slab is mine for mine in self._slabs.values())):
             held = _bytes_of(alike[0])
             _give(alike, torch.empty_like(held).copy_(on_host(held)))
+        self.is_taken = False
 
 
-def _by_storage(tensors: Iterable[Tensor], there: bool) -> list[list[Tensor]]:
-    """Plain tensors that have memory, grouped by their storages: those that lie on the host, or the others."""
+def _by_storage(tensors: Iterable[Tensor], wanted: Callable[[Slab | None], bool]) -> list[list[Tensor]]:
+    """Plain tensors that have memory, grouped by their storages: those whose slab is ``wanted``, None on the card."""
     found: dict[tuple[torch.device, int], list[Tensor]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.nbytes() and is_on_host(tensor) == there:
+        if storage.nbytes() and wanted(_slab_of(tensor)):
             found.setdefault((tensor.device, storage.data_ptr()), []).append(tensor)
     return list(found.values())
 
@@ -370,5 +387,15 @@ def in_gib(size: int) -> str:
 
 
 def card_of(device: torch.device) -> Any:
-    """What launches kernels on a device, and locks pages; None where nothing does."""
-    return cuda_devices.kernels_on(device.index or 0)
+    """What launches kernels on a device, and locks pages for it.
+
+    Raises:
+        CannotLock: nothing does, or the device has no memory of its own.
+    """
+    card = cuda_devices.kernels_on(device.index or 0) if backend(device) == "cuda" else None
+    if card is None or card.shares_memory():
+        raise CannotLock(
+            f"{device} is no card with memory of its own that compiled kernels serve, and only one such steps state on "
+            "the host. Move the model to one first, or leave offload out. python -m fp16opt says what lacks."
+        )
+    return card

@@ -325,10 +325,10 @@ def plan(model: nn.Module | float, budget: float | str, *, ram: float | str = ma
         model: to be trained in 16 bits, whatever its dtype is now, also on the meta device; or a number of parameters.
         budget: bytes of the card's memory, or a text as in "24GiB".
         ram: bytes of the host's memory, the same; 0 leaves offload out.
-        **more: of :class:`Plan`: ``optimizer``, ``ranks``, ``shard``, ``link``, ...
+        **more: of :class:`Plan`: ``optimizer``, ``ranks``, ``shard``, ``link``, ...; nothing that asks for one mode.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is out of range, or asks for one mode.
 
     Example:
         >>> modes = plan(7e9, "24GiB", ram="32GiB")
@@ -349,7 +349,11 @@ vars(plan)["Plan"] = Plan  # scripts read `fp16opt.plan.Plan` of the time when t
 
 def _modes(one: Plan) -> Iterator[Plan]:
     """The plan in every mode that there is for its optimizer and its ranks, where none is the better in all."""
-    for release, (masters, state), offload in itertools.product((False, True), FORMATS, (None, "cpu")):
+    if one.arguments() or not one.fused_step:
+        raise ValueError("budget: it tries every mode. Leave out what asks for one, as masters or release do.")
+    keeps_none = not OPTIMIZERS[one.optimizer]  # state, in 8 bits neither
+    formats = dict.fromkeys([(masters, "fp32" if keeps_none else state) for masters, state in FORMATS])
+    for release, (masters, state), offload in itertools.product((False, True), formats, (None, "cpu")):
         if masters != "full" or not (release or offload):
             with suppress(ValueError):
                 yield replace(one, masters=masters, state=state, release=release, offload=offload)
@@ -472,7 +476,5 @@ def answer(given: argparse.Namespace) -> str:
         if given.ram is not None:
             raise ValueError("ram: it is for --budget, which tells which modes fit. Give both.")
         return one.report()
-    if one.arguments() or not one.fused_step:
-        raise ValueError("budget: it tries every mode. Leave out what asks for one, as --masters or --release do.")
     ram = math.inf if given.ram is None else _bytes("ram", given.ram)
     return str(Modes(tuple(_modes(one)), _bytes("budget", given.budget), ram))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,17 @@ import pretended
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
-from distributed.test_modes import MODES, Net, give, spread, wrap
+from distributed.test_modes import CLASSES, MODES, Net, give, spread, wrap
 from distributed.world import World
-from fp16opt import MixedPrecisionOptimizer, distributed
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 from fp16opt.engine.dtensors import is_sharded, local
 from fp16opt.kernels import host_memory
 from fp16opt.memory import tensors_in
+
+WHOLE = ("ddp", "zero")
 
 
 def train(net: Net, opt: MixedPrecisionOptimizer, steps: Sequence[int]) -> None:
@@ -48,14 +54,30 @@ def move(net: Net) -> None:
     net._apply(lambda weight: weight)  # FSDP2 finds the new pieces
 
 
+def wrapped(cls: str, layout: str, net: Net, **options: Any) -> MixedPrecisionOptimizer:
+    """Also in DDP, and around ZeRO: whole weights on every rank."""
+    if layout not in WHOLE:
+        return wrap(net, cls, **options)
+    inner: Any = CLASSES[cls](net.parameters())
+    if layout == "zero":
+        given = {name: inner.defaults[name] for name in ("lr", "weight_decay", "momentum") if name in inner.defaults}
+        inner = ZeroRedundancyOptimizer(net.parameters(), type(inner), **given)
+    scaler = DynamicLossScaler(init_scale=2.0**8, growth_interval=3)
+    opt = MixedPrecisionOptimizer(inner, named_parameters=net.named_parameters(), scaler=scaler, **options)
+    distributed.attach(opt, DistributedDataParallel(net))
+    return opt
+
+
 def on_ranks(rank: int, size: int, kernels: list[Path], mode: str, cls: str, layout: str, folder: str) -> None:
     settings = {**MODES[mode]}
     with pytest.MonkeyPatch.context() as patch:
         pretended.pretend(emulated.Emulated(kernels), patch)
-        nets = [Net(torch.float16) for _ in range(4)]
+        nets = [Net(torch.float16, torch.float16 if layout == "zero" else torch.float32) for _ in range(4)]
         for net in nets:
-            spread(net, layout, size)
-        here, there = wrap(nets[0], cls, **settings), wrap(nets[1], cls, offload="cpu", **settings)
+            if layout not in WHOLE:
+                spread(net, layout, size)
+        wrap = functools.partial(wrapped, cls, layout)
+        here, there = wrap(nets[0], **settings), wrap(nets[1], offload="cpu", **settings)
         fresh = distributed.state_dict(nets[1], there)
         assert alike(fresh, distributed.state_dict(nets[0], here)), "the template of the first state"
         for net, opt in zip(nets, (here, there), strict=False):
@@ -68,9 +90,9 @@ def on_ranks(rank: int, size: int, kernels: list[Path], mode: str, cls: str, lay
         assert alike(distributed.fp32_state_dict(nets[1], there), distributed.fp32_state_dict(nets[0], here))
         distributed.save(f"{folder}/file", nets[1], there)
         saved = copy.deepcopy(saved)
-        onto = wrap(nets[2], cls, offload="cpu", **settings)
+        onto = wrap(nets[2], offload="cpu", **settings)
         distributed.load(f"{folder}/file", nets[2], onto)
-        plain = wrap(nets[3], cls, **settings)
+        plain = wrap(nets[3], **settings)
         distributed.load_state_dict(nets[3], plain, saved)
         here.offload()
         assert here.memory().host == here.memory().total - here.memory().weights
@@ -94,9 +116,14 @@ def on_ranks(rank: int, size: int, kernels: list[Path], mode: str, cls: str, lay
         assert kept.isdisjoint(gone), "no weight stays on the card"
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "columns", "tensor parallel"])
-@pytest.mark.parametrize("cls", ["AdamW", "SGD"])
-@pytest.mark.parametrize("mode", ["one pass", "split", "split24 + 8-bit"])
+SHARDS = itertools.product(
+    ("one pass", "split", "split24 + 8-bit"), ("AdamW", "SGD"), ("fsdp2", "columns", "tensor parallel")
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "cls", "layout"), [*SHARDS, *(("split24 + 8-bit", "AdamW", layout) for layout in WHOLE)]
+)
 def test_shards_whose_state_is_on_the_host(
     two: World, emulated_cuda: Any, mode: str, cls: str, layout: str, tmp_path: Path
 ) -> None:

@@ -344,9 +344,20 @@ def test_the_table_of_modes() -> None:
     assert "  split    8bit   -         cpu        26.3 GiB   26.1 GiB        622 ms  no: card, RAM" in shown
     assert all(len(line) <= 120 for line in shown)
     assert "> none fits" in str(fp16opt.plan(7e9, "8GiB"))
+    plain = str(fp16opt.plan(1e9, "24GiB", optimizer="sgd"))
+    assert "8bit" not in plain
+    assert plain.count("  split24  fp32 ") == 4, "SGD without momentum keeps no state, in 8 bits neither"
     ranks = str(fp16opt.plan(7e9, "80GiB", ranks=8, shard="fsdp2", optimizer="lion"))
     assert "lion, 8 ranks, fsdp2: 80.0 GiB on the card, any of RAM" in ranks
     assert ranks.count("no: ") + ranks.count("yes") == 3, "neither 8-bit state nor released gradients"
+
+
+@pytest.mark.parametrize(
+    "one", [{"masters": "split"}, {"state": "8bit"}, {"release": True}, {"offload": "cpu"}, {"fused_step": False}]
+)
+def test_a_plan_of_every_mode_is_asked_for_none(one: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"budget: it tries every mode\. Leave out what asks for one"):
+        fp16opt.plan(7e9, "24GiB", **one)
 
 
 def test_a_model_tells_its_bytes() -> None:

@@ -9,8 +9,10 @@ import itertools
 import mmap
 import os
 import pickle
+import resource
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pretended
@@ -204,6 +206,18 @@ def test_state_of_a_used_optimizer_is_carried_over(settings: dict[str, Any]) -> 
     assert_in_its_place(there.opt)
 
 
+@by_mode
+def test_state_that_was_dropped_begins_anew(settings: dict[str, Any]) -> None:
+    def trained(**more: Any) -> Run:
+        run = Run(**settings, **more).train(2)
+        run.opt.optimizer.state.clear()
+        return run.train(2)
+
+    there = trained(offload="cpu")
+    assert_same(there.all(), trained().all())
+    assert_in_its_place(there.opt)
+
+
 def test_deltas_and_averages_are_those_without() -> None:
     def trained(**more: Any) -> Any:
         run = Run(track_changes=True, master_weights="split", **more)
@@ -288,13 +302,14 @@ def test_copies_have_memory_of_their_own_and_the_same_bits(settings: dict[str, A
 def test_exactly_what_is_needed_is_asked_for_at_construction(card: Any) -> None:
     run = Run(offload="cpu", master_weights="split24", optimizer_state="8bit")
     at_first, sizes = dict(card.locked), [tensor.numel() for tensor in run.params]
+    asked = run.opt.memory().host
     run.train(3)
     assert card.locked == at_first, "one slab for each dtype, and none later"
     sixteen = sum(size for size, p in zip(sizes, run.params, strict=True) if p.dtype != torch.float32)
     coded = sizes[3] + sizes[5]  # and sizes[4] has rows of 65, in FP32 weights
     coded += sizes[4] if sizes[4] >= 4096 else 0
     memory = run.opt.memory()
-    assert memory.host == sixteen + 2 * coded + 8 * (sum(sizes) - coded)
+    assert memory.host == asked == sixteen + 2 * coded + 8 * (sum(sizes) - coded)
     rounding = host_memory.ALIGNMENT * 3 * len(sizes) + 4 * mmap.PAGESIZE
     assert memory.host <= sum(card.locked.values()) < memory.host + rounding
     assert str(memory).endswith(f"on the host {memory.host / memory.parameters:.2f}")
@@ -347,14 +362,14 @@ def test_a_forked_child_has_no_part_of_it_and_is_told() -> None:
     child = os.fork()
     if not child:  # no assertion may leave from here
         try:
-            run.opt.zero_grad()
+            run.opt.state_dict()
             said = "nothing"
         except RuntimeError as error:
             said = str(error)
         os.write(write, said.encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(read, 1000).decode().startswith("zero_grad was called in a forked process")
+    assert os.read(read, 1000).decode().startswith("a forked process has no part of the page-locked memory")
     os.close(read)
     os.close(write)
     assert_same(run.opt.state_dict(), before)
@@ -382,6 +397,45 @@ def test_a_step_that_is_not_one_pass_is_refused(make: Any, settings: Any, reason
     assert card.locked == {}
 
 
+@pytest.mark.parametrize(
+    "pretends",
+    [
+        lambda patch, card: patch.undo(),
+        lambda patch, card: patch.setattr(card, "shares_memory", lambda: True),
+    ],
+    ids=["no card", "one memory"],
+)
+def test_where_no_card_steps_from_the_host_it_is_refused(
+    pretends: Any, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = parameters(((3, 4),))
+    used = SGD(params, lr=0.1)
+    pretends(monkeypatch, card)
+    with pytest.raises(RuntimeError, match=r"^cpu is no card with memory of its own .* or leave offload out"):
+        MixedPrecisionOptimizer(used, offload="cpu")
+    assert used.param_groups[0]["params"][0] is params[0]
+    assert card.locked == {}
+
+
+def test_the_message_about_memory_says_what_limits_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "proc/sys/kernel").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 4 kB\nMemAvailable: 0 kB\n")
+    (tmp_path / "proc/sys/kernel/osrelease").write_text("5.15.167.4-microsoft-standard-WSL2\n")
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{2**33}\n")
+    (tmp_path / "sys/fs/cgroup/memory.current").write_text(f"{3 * 2**30}\n")
+    (tmp_path / "sys/fs/cgroup/memory.stat").write_text(f"inactive_file {2**30}\n")
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**26, 2**26))
+    with pytest.raises(RuntimeError) as caught:
+        MixedPrecisionOptimizer(SGD(parameters(((3,),)), lr=0.1), offload="cpu")
+    assert str(caught.value) == (
+        "0.00 GiB of page-locked host memory can't be had: 0.00 GiB are free; ulimit -l is 0.06 GiB; the cgroup has a "
+        "limit of 8.00 GiB, of which 2.00 GiB are used; WSL2 locks less than Linux does (memory= in .wslconfig). Free "
+        "some, raise the limit, keep fewer bytes, or leave offload out."
+    )
+
+
 def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match=r"offload: expected one of None, 'cpu', got 'nvme'"):
         MixedPrecisionOptimizer(SGD(parameters(((3,),)), lr=0.1), offload="nvme")  # type: ignore[arg-type]
@@ -397,15 +451,33 @@ def test_too_little_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch, card
     assert card.locked == {}
 
 
+def test_a_group_without_room_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(**more: Any) -> Any:
+        run = Run(master_weights="split", **more).train(2)
+        late = nn.Parameter(normal((64, 66), torch.float16, 5))
+        if more:
+            before = copy.deepcopy(run.all())
+            with monkeypatch.context() as small:
+                small.setattr(host_memory, "available", lambda: 1000)
+                with pytest.raises(RuntimeError, match="of page-locked host memory can't be had"):
+                    run.opt.add_param_group({"params": [late], "lr": 0.5})
+            assert_same(run.all(), before)
+            assert len(run.opt.param_groups) == 1
+        run.opt.add_param_group({"params": [late], "lr": 0.5})
+        run.params.append(late)
+        run.problem = Problem(run.params)
+        return run.train(2).all()
+
+    assert_same(trained(offload="cpu"), trained())
+
+
 @by_mode
 def test_a_step_without_room_for_new_state_can_be_taken_later(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(**more: Any) -> Any:
-        run = Run(**settings, **more).train(2)
-        run.params.append(nn.Parameter(normal((64, 66), torch.float16, 5)))
-        run.opt.add_param_group({"params": [run.params[-1]], "lr": 0.5})
-        run.problem = Problem(run.params)
+        run = Run(MAKERS["SGD"], **settings, **more).train(2)
+        run.opt.param_groups[0]["momentum"] = 0.9
         run.opt.zero_grad()
         run.opt.backward(run.problem.loss(run.params))
         if more:
@@ -417,3 +489,17 @@ def test_a_step_without_room_for_new_state_can_be_taken_later(
         return run.train(1).all()
 
     assert_same(trained(offload="cpu"), trained())
+
+
+def test_a_load_without_room_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Run(MAKERS["amsgrad"]).train(3)
+    run = Run(lambda params: Adam(params, lr=0.02), offload="cpu").train(2)
+    before = copy.deepcopy(run.all())
+    with monkeypatch.context() as small:
+        small.setattr(host_memory, "available", lambda: 1000)
+        with pytest.raises(RuntimeError, match="of page-locked host memory can't be had"):
+            run.opt.load_state_dict(other.opt.state_dict())
+    assert_same(run.all(), before)
+    run.load(saved(other.opt), other.weights())
+    assert_in_its_place(run.opt)
+    assert_same(run.train(2).snapshot(), other.train(2).snapshot())

@@ -18,7 +18,7 @@ from ... import kernels
 from ...kernels.calls import Entries
 from .. import errors
 from ..dtensors import as_piece_of, different_bits, hold, is_sharded, local, pieces
-from ..masters import Masters
+from ..masters import REST, Home, Masters
 from ..params import MASTER_OF, DeviceParams, ParamPair
 
 
@@ -83,21 +83,21 @@ class SplitMasters(Masters):
     are_whole = False
     mixed_in: Any = RefusesWrites
 
-    def __init__(self, bits: int = 32) -> None:
+    def __init__(self, home: Home, bits: int = 32) -> None:
+        super().__init__(home)
         self.words = "with split masters" if bits == 32 else "with 24-bit masters"
         self.needs_number = bits == 24
-        self._dtype = torch.int16 if bits == 32 else torch.int8
+        self.dtype = torch.int16 if bits == 32 else torch.int8
         self._made: list[Tensor] = []  # placeholders
         self._rests: dict[int, Tensor] = {}
-        self.ties: dict[int, _Ties] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         ties = [(master, self.ties[id(master)]) for master in self._made if id(master) in self.ties]
         made = [(master, self._rests[id(master)]) for master in self._made]
-        return {"made": made, "ties": ties, "bits": 24 if self.needs_number else 32}
+        return {"home": self.home, "made": made, "ties": ties, "bits": 24 if self.needs_number else 32}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["bits"])  # type: ignore[misc]
+        self.__init__(state["home"], state["bits"])  # type: ignore[misc]
         for master, rest in state["made"]:  # copying gave the placeholders memory of their own
             hold(master, placeholder(rest))
             self._made.append(master)
@@ -112,14 +112,14 @@ class SplitMasters(Masters):
         """
         master = torch.nn.Parameter(placeholder(model), requires_grad=True)
         master.__dict__.update(model.__dict__)
-        rest = plain_remainder(local(model.detach()), self._dtype)
+        rest = plain_remainder(local(model.detach()), self.dtype)
         self._made.append(master)
-        self._rests[id(master)] = rest
+        self._rests[id(master)] = self.home.put(model, REST, rest)
         return master
 
-    def move(self, master: Tensor, place: Callable[[Tensor], Tensor]) -> None:
+    def bring_home(self, pair: ParamPair) -> None:
         """The remainder; the weight is the model's."""
-        self._rests[id(master)] = place(self._rests[id(master)])
+        self._rests[id(pair.master)] = self.home.put(pair.model, REST, self._rests[id(pair.master)])
 
     def operand(self, pair: ParamPair) -> Tensor:
         """The remainder, which with the weight is the master; or the parameter, where it is its own."""
@@ -128,15 +128,15 @@ class SplitMasters(Masters):
     def round_down(self, group: DeviceParams, rows: Sequence[int] | None = None) -> None:
         """Nothing to do: the weights are part of the masters."""
 
-    def read(self, pairs: Sequence[ParamPair]) -> list[Tensor]:
+    def read(self, pairs: Sequence[ParamPair], see: Callable[[Tensor], Tensor] = Tensor.detach) -> list[Tensor]:
         """Values made for this call, in the strides that full masters would have."""
         apart = [pair for pair in pairs if id(pair.master) in self._rests]
-        rests = [self.operand(pair) for pair in apart]
+        rests = [see(self.operand(pair)) for pair in apart]
         outs = [torch.empty_like(rest, dtype=torch.float32) for rest in rests]
         with torch.no_grad():
-            kernels.multi_tensor_join(pieces([pair.model.detach() for pair in apart]), rests, outs)
+            kernels.multi_tensor_join(pieces([see(pair.model) for pair in apart]), rests, outs)
         made = {id(pair): as_piece_of(out, pair.model) for pair, out in zip(apart, outs, strict=True)}
-        return [made[id(pair)] if id(pair) in made else pair.master.detach() for pair in pairs]
+        return [made[id(pair)] if id(pair) in made else see(pair.master) for pair in pairs]
 
     def write(self, pairs: Sequence[ParamPair], values: Sequence[Tensor]) -> None:
         """Weights and remainders take FP32 values."""
@@ -189,7 +189,7 @@ class SplitMasters(Masters):
         """The weight stands for itself."""
         rest = self._rests.get(id(pair.master))
         if rest is not None:
-            rest.copy_(plain_remainder(local(pair.model.detach()), self._dtype))
+            rest.copy_(plain_remainder(local(pair.model.detach()), self.dtype))
             self.ties.pop(id(pair.master), None)
 
     def shown(self, pairs: Sequence[ParamPair]) -> Iterator[Tensor]:

@@ -237,17 +237,11 @@ def whole_entry(entry: Any) -> Any:
     return kept
 
 
-def _compact_entry(entry: Any) -> Any:
+def compact_entry(entry: Any) -> Any:
     """A parameter's state with the names of format and block size, which decoding its codes needs."""
     if not isinstance(entry, Mapping) or not _OWN_NAMES & entry.keys():
         return entry
     return {**entry, _FORMAT: "block8" if "momentum_codes" in entry else "ratio8", _BLOCK: state8.BLOCK}
-
-
-def saved(state_dict: dict[str, Any], compact: bool) -> dict[str, Any]:
-    """An optimizer's ``state_dict()`` as checkpoints have it: FP32, or with ``compact`` codes. No host sync."""
-    entry = _compact_entry if compact else whole_entry
-    return {**state_dict, "state": {key: entry(value) for key, value in state_dict["state"].items()}}
 
 
 def expanded(state_dict: Any, names: Sequence[str]) -> Any:
