@@ -8,15 +8,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
-from distributed.models import Net, assert_alike, batch
-from distributed.test_sharded import full, sharded, step, wrap
-from distributed.world import World, raised
-from fp16opt import AveragedMasters, MixedPrecisionOptimizer, distributed, ema
+from distributed.models import Net, assert_alike, batch, full
+from distributed.test_sharded import sharded, step, wrap
+from distributed.world import World, on_ranks, raised
+from fp16opt import AveragedMasters, distributed, ema
 
 STEPS = range(4)
 
@@ -33,7 +31,8 @@ def alone(norm: bool = True) -> tuple[Net, AveragedMasters]:
     return plain, averaged
 
 
-def under_ddp(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_ddp(rank: int, size: int) -> None:
     plain, wanted = alone()
     net = Net()
     ddp = DistributedDataParallel(net)
@@ -104,22 +103,6 @@ def found_as(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if name == "n_averaged" or isinstance(value, DTensor)}
 
 
-def under_zero(rank: int, size: int) -> None:
-    net = Net(norm=False)
-    zero = ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.1)
-    opt = MixedPrecisionOptimizer(zero, named_parameters=net.named_parameters())
-    message = raised(RuntimeError, lambda: AveragedMasters(net, opt, ema(0.5)))
-    assert "ZeroRedundancyOptimizer spreads them" in message
-
-
-def test_ddp(two: World) -> None:
-    two.run(under_ddp)
-
-
 @pytest.mark.parametrize("whole_net", [False, True])
 def test_fsdp2(two: World, tmp_path: Path, whole_net: bool) -> None:
     two.run(under_fsdp2, str(tmp_path / "averages"), whole_net)
-
-
-def test_zero_is_refused(two: World) -> None:
-    two.run(under_zero)

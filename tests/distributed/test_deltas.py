@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from distributed.models import Net, loss_of
-from distributed.world import World, raised
+from distributed.models import Net, full, loss_of
+from distributed.world import World, on_ranks, raised
 from fp16opt import MixedPrecisionOptimizer, WeightDelta, digests, distributed
 from fp16opt.engine.dtensors import local
 from fp16opt.engine.modes.regions import Region
@@ -88,11 +88,6 @@ def train(rank: int, size: int, way: str, options: dict[str, Any], folder: str) 
     return names
 
 
-def full(value: Any) -> torch.Tensor:
-    value = value.detach()
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-
-
 def sample(rank: int, size: int, way: str, trained: str, folder: str) -> None:
     """A model on other ranks, laid out in another way, gets one delta after the other."""
     torch.manual_seed(0)
@@ -154,7 +149,8 @@ def test_two_ranks_to_three_to_one(
             assert torch.equal(sampler.state_dict()[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
 
 
-def merge_parts(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_parts_are_merged(rank: int, size: int) -> None:
     """Parts are merged before they are brought together, and ranks with different numbers are refused."""
     torch.manual_seed(0)
     net = placed("fsdp2", Net(), size)
@@ -191,7 +187,8 @@ def lonely(part: WeightDelta) -> None:
     joined([part.changes])
 
 
-def local_indices(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_local_indices_in_place_of_global_ones_are_noticed(rank: int, size: int) -> None:
     """A break on purpose: places in the piece for indices in the whole. The delta is refused, nothing is lost."""
     torch.manual_seed(0)
     net = placed("fsdp2", Net(), size)
@@ -210,14 +207,6 @@ def local_indices(rank: int, size: int) -> None:
     if delta is not None:  # digests, which know the first index of a run of rows, are right
         assert "would not get the values of the trained model" in raised(ValueError, lambda: delta.apply_(sampler))
         assert all(torch.equal(sampler.state_dict()[name], value) for name, value in before.items())
-
-
-def test_local_indices_in_place_of_global_ones_are_noticed(two: World) -> None:
-    two.run(local_indices)
-
-
-def test_parts_are_merged(two: World) -> None:
-    two.run(merge_parts)
 
 
 # -- patches: each rank gives those of its pieces ----------------------------------------------------------------------
@@ -308,13 +297,10 @@ def test_random_syncs_by_patches_of_all_ranks(way: str, options: dict[str, Any],
     assert sum(done) >= SYNCS
 
 
-def refuse_other_numbers(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_other_numbers_on_other_ranks_are_refused(rank: int, size: int) -> None:
     net = placed("fsdp2", Net(), size)
     opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-3), track_changes=True)
     deltas = [opt.take_delta(net) for _ in range(2)]
     match = "distinct: ranks have deltas with the numbers [1, 2]. Take them at the same steps"
     assert match in raised(ValueError, lambda: deltas[rank].distinct())
-
-
-def test_other_numbers_on_other_ranks_are_refused(two: World) -> None:
-    two.run(refuse_other_numbers)

@@ -23,7 +23,7 @@ from torch.optim import AdamW
 
 import fp16opt
 from distributed.models import HALF, messages
-from distributed.world import World
+from distributed.world import World, on_ranks
 from fp16opt import MixedPrecisionOptimizer, distributed
 from fp16opt.tools.plan import Plan, add_arguments, answer, of_arguments
 
@@ -99,7 +99,8 @@ def test_memory_and_messages_of_four_ranks(four: World) -> None:
     four.run(compare)
 
 
-def with_split_masters(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_memory_of_split_masters(rank: int, size: int) -> None:
     before, width = tensor_bytes(), 8 * WIDTH  # so that statistics and the like are little beside it
     net = nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=HALF) for _ in range(LAYERS)))
     model = DDP(net, gradient_as_bucket_view=True)
@@ -118,10 +119,6 @@ def with_split_masters(rank: int, size: int) -> None:
     assert held(state) == wanted["optimizer state"]
 
 
-def test_memory_of_split_masters(two: World) -> None:
-    two.run(with_split_masters)
-
-
 class Tensors(nn.Module):
     """``count`` parameters of half a MiB each."""
 
@@ -133,7 +130,8 @@ class Tensors(nn.Module):
         return torch.stack([p.float().sum() for p in self.all]).sum()
 
 
-def buckets(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_messages_of_larger_models(rank: int, size: int) -> None:
     for count in (1, 3, 60, 104):
         ddp = DDP(Tensors(count))
         for _ in range(2):  # DDP arranges its buckets anew in the second step
@@ -145,10 +143,6 @@ def buckets(rank: int, size: int) -> None:
         found = sum(e.name.startswith("c10d::allreduce") for e in profile.events() or ())
         wanted = Plan(params=count * 2**18, ranks=size, shard="ddp").messages()
         assert {"buckets of gradients": found} == wanted, count
-
-
-def test_messages_of_larger_models(two: World) -> None:
-    two.run(buckets)
 
 
 @pytest.mark.parametrize("fused", [True, False])

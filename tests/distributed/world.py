@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib
+import inspect
 import multiprocessing
 import os
 import sys
@@ -54,7 +56,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         module, name, args = task
         torch.manual_seed(0)
         try:
-            result = getattr(importlib.import_module(module), name)(rank, size, *args)
+            found = getattr(importlib.import_module(module), name)
+            result = getattr(found, "on_ranks", found)(rank, size, *args)
             pipe.send(("done", result))
         except BaseException:
             pipe.send(("failed", traceback.format_exc()))
@@ -153,6 +156,25 @@ class World:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def on_ranks(size: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of ``function(rank, size, ...)``, which as many ranks run. What else it takes it gets from pytest."""
+    world = {2: "two", 3: "three", 4: "four"}[size]  # fixtures
+
+    def made(function: Callable[..., Any]) -> Callable[..., None]:
+        _, _, *given = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def test(**fixtures: Any) -> None:
+            fixtures[world].run(test, *(fixtures[name] for name in given))
+
+        names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (world, *given)]
+        test.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+        test.on_ranks = function  # type: ignore[attr-defined]
+        return test
+
+    return made
 
 
 def raised(error: type[BaseException], function: Callable[[], Any]) -> str:
