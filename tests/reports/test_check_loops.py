@@ -148,14 +148,18 @@ def made(source: str) -> dict[str, Any]:
 
 
 def checked(names: dict[str, Any]) -> Preflight:
-    given = ("model", "loss_fn", "optimizer", "scaler", "train_step")
+    given = ("model", "loss_fn", "optimizer", "scaler", "train_step", "lr")
     return fp16opt.check(**{name: names[name] for name in given if name in names})
 
 
 def everything(names: dict[str, Any]) -> dict[str, Any]:
     """What check puts back: of modules, optimizers, schedulers and scalers that are no average or copy of weights."""
     kinds = (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
-    held = {name: one for name, one in names.items() if isinstance(one, kinds) and name not in ("averaged", "target")}
+    held = {
+        name: one
+        for name, one in names.items()
+        if isinstance(one, kinds) and name not in ("averaged", "averages", "target")
+    }
     grads = [None if p.grad is None else p.grad.to_dense() for p in names["model"].parameters()]
     found = {name: one.state_dict() for name, one in held.items()}
     found |= {"grads": grads, "modes": [module.training for module in names["model"].modules()]}
@@ -472,12 +476,17 @@ class Fault(NamedTuple):
     Attributes:
         key: of the finding that names it.
         source: of the loop, with each faulty piece between « and ».
-        mend: gives, from the finding's line without what stands in its comments, the pieces in their place.
+        mend: gives, from the finding's line without what stands in its comments, the pieces in their place; None where
+            it is not tried.
+        words: of the sentence or of the line to change.
+        layer: that is named.
     """
 
     key: str
     source: str
-    mend: Callable[[str], list[str]]
+    mend: Callable[[str], list[str]] | None = None
+    words: str = ""
+    layer: str | None = None
 
 
 def as_it_is(line: str) -> list[str]:
@@ -611,7 +620,7 @@ FAULTS = {
         "a, b = model[2], model[0]\n«»\n"
         "optimizer = wrap(model)\n"
         "def loss_fn():\n    «b.weight.data.copy_(a.weight)»\n    return (model(x) - y).square().mean()\n" + ROUND,
-        lambda line: [line, "pass"],
+        *(lambda line: [line, "pass"], "a.weight = b.weight", "0.weight"),
     ),
     "gradients left over": Fault("left_over", WITH_MASTERS + ROUND.replace("optimizer.zero_grad()", "«pass»"), below),
     "gradients left over under a GradScaler": Fault(
@@ -685,6 +694,52 @@ FAULTS = {
     "a backward that adds to another scale's": Fault(
         "refused", FP16 + ROUND.replace("    optimizer.zero_grad()", "    «pass»"), below
     ),
+    "no scale and a small loss": Fault(
+        "no_loss_scale",
+        "model = net(HALF); optimizer = wrap(model)\nloss_fn = lambda: (model(x) - y).square().mean() * 1e-6\n",
+        *(None, "of the gradients' elements underflow", "0.weight"),
+    ),
+    "autocast and a small loss": Fault(
+        "no_loss_scale",
+        PLAIN_FP32 + "loss_fn = fp16(lambda: (model(x) - y).square().mean() * 1e-6)\n",
+        *(None, "% of the gradients' elements underflow in this", "0.weight"),
+    ),
+    "BF16 and no optimizer yet": Fault(
+        "lost_updates",
+        "model, lr = net(BF16), 1e-5" + LOSS,
+        *(None, "MixedPrecisionOptimizer", "0.weight"),
+    ),
+    "eps without masters": Fault(
+        "eps",
+        "model = net(HALF); optimizer = wrap(model, loss_scale=1024.0, master_weights='none')" + LOSS,
+        *(None, "eps=1e-08 is 0 in FP16"),
+    ),
+    "a nan in a weight": Fault(
+        "not_finite",
+        "model = net(BF16); model[2].weight.data[0, 0] = float('nan'); optimizer = wrap(model)" + LOSS,
+        *(None, "the weight itself holds inf or nan", "2.weight"),
+    ),
+    "an optimizer made before a new layer": Fault(
+        "other_parameters",
+        FP16 + "model[2] = copy.deepcopy(model[2])\n",
+        *(None, "2 of the optimizer's parameters are"),
+    ),
+    "a clip hidden by FP32 sums": Fault(
+        "clip",
+        FP16.replace("dynamic=True", "dynamic=True, grad_accumulation='fp32'")
+        + before_step(ROUND, "clip_grad_norm_(model.parameters(), 1.0)"),
+        *(None, "clip_master_grads(max_norm)"),
+    ),
+    "a clip of the model under a GradScaler": Fault(
+        "clip",
+        "model = net(HALF); optimizer = wrap(model); scaler = fp16opt.GradScaler('cpu')"
+        + LOSS
+        + before_step(
+            SCALED_ROUND.replace("loss_fn = fp16(loss_fn)", ""),
+            *("scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 1.0)", "scaler"),
+        ),
+        *(None, "clip_grad_norm_(optimizer.master_params(), max_norm)"),
+    ),
     "an activation beyond FP16": Fault(
         "not_finite", WITH_FP16.replace("model(x)", "(1e-4 * model(1e5 * x.clamp(-0.6, 0.6)))"), as_it_is
     ),
@@ -705,16 +760,31 @@ def put(source: str, pieces: list[str]) -> str:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_an_advised_line_mends_its_loop(name: str) -> None:
+def test_a_fault_is_named_and_the_advised_line_mends_its_loop(name: str) -> None:
+    """What is there is put back, as it is after a check that finds nothing: gradients are those that were there."""
     fault = FAULTS[name]
-    found = checked(made(fault.source.replace("«", "").replace("»", "")))
+    names = made(fault.source.replace("«", "").replace("»", ""))
+    params = [*names["model"].train(fault.key == "buffers").parameters()]
+    grads = [torch.ones_like(param) for param in params]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    before = everything(names)
+    found = checked(names)
+    assert_same(everything(names), before)
+    assert all(param.grad is grad for param, grad in zip(params, grads, strict=True))
     named = {one.key: one for one in found.findings}
     assert fault.key in named, str(found)
-    assert named[fault.key].level == ("warning" if fault.key in WARNINGS or name == "plain BF16" else "error")
-    line = re.sub(r"\s+# .*", "", named[fault.key].line)
-    after = checked(made(put(fault.source, fault.mend(line))))
-    assert fault.key not in {one.key for one in after.findings}, f"{found}\n{after}"
-    assert after.ok, str(after)
+    one = named[fault.key]
+    assert one.level == ("warning" if fault.key in WARNINGS or name == "plain BF16" else "error")
+    assert fault.layer is None or one.layer == fault.layer
+    assert fault.words in one.sentence or fault.words in one.line
+    assert one.sentence in " ".join(str(found).split()) or "`" in one.sentence
+    assert found.ok is all(finding.level != "error" for finding in found.findings)
+    if fault.mend is not None:
+        line = re.sub(r"\s+# .*", "", one.line)
+        after = checked(made(put(fault.source, fault.mend(line))))
+        assert fault.key not in {one.key for one in after.findings}, f"{found}\n{after}"
+        assert after.ok, str(after)
 
 
 def test_every_key_is_planted() -> None:
