@@ -190,16 +190,23 @@ def test_by_hand() -> None:
     [
         ({"params": 0}, "params: expected a number of 1 or more, got 0"),
         ({"params": float("nan")}, "params: expected"),
-        ({"params": 1e9, "ranks": 2}, "Choose shard='ddp'"),
-        ({"params": 1e9, "shard": "zero3"}, "shard: expected one of 'none', 'ddp', 'zero', 'fsdp2', got 'zero3'"),
-        ({"params": 1e9, "optimizer": "lamb"}, "optimizer: expected one of"),
-        ({"params": 1e9, "masters": "half"}, "masters: expected one of"),
-        ({"params": 1e9, "compute": -1.0}, "compute: expected 0 seconds or more"),
+        ({"ranks": 2}, "Choose shard='ddp'"),
+        ({"shard": "zero3"}, "shard: expected one of 'none', 'ddp', 'zero', 'fsdp2', got 'zero3'"),
+        ({"optimizer": "lamb"}, "optimizer: expected one of"),
+        ({"masters": "half"}, "masters: expected one of"),
+        ({"compute": -1.0}, "compute: expected 0 seconds or more"),
+        ({"offload": "disk"}, "offload: expected one of 'cpu', got 'disk'"),
+        ({"state": "4bit"}, "state: expected one of 'fp32', '8bit', got '4bit'"),
+        ({"state": "8bit", "optimizer": "lion"}, "state: 'lion' has no 8-bit state. Use 'fp32'"),
+        ({"release": True, "ranks": 2, "shard": "ddp"}, "release: True is for one rank, got shard='ddp'"),
+        ({"state": "8bit", "fused_step": False}, "fused_step: split masters, 8-bit state and released .* False. Use"),
+        ({"masters": "split", "fused_step": False}, "fused_step: .* got False"),
+        ({"release": True, "fused_step": False}, "fused_step: .* got False"),
     ],
 )
 def test_what_is_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Plan(**options)
+        Plan(**{"params": 1e9, **options})
 
 
 def parse(arguments: list[str]) -> Plan:
@@ -222,26 +229,9 @@ def test_the_command_line(tmp_path: Path) -> None:
     own = parse(["--params", "1e6", "--no-fused-step"])
     assert not own.fused_step
     assert "adamw, full masters, stepped by the wrapped optimizer" in own.report()
-    for wrong in (["--params", "0"], ["--params", "1e6", "--ranks", "2", "--shard", "none"]):
-        with pytest.raises(ValueError, match=r"params: expected a number of 1 or more|ranks: expected 1"):
-            parse(wrong)
 
 
 # -- formats and released gradients ------------------------------------------------------------------------------------
-
-
-def test_bytes_of_formats_and_of_released_gradients() -> None:
-    """AdamW: weights + gradients + masters + moments, with scales of 4 bytes for 128 codes and for 256."""
-    for given, wanted in (
-        ({"masters": "split", "state": "8bit"}, 2 + 2 + 2 + 2 + 4 / 128),
-        ({"masters": "split24", "state": "8bit"}, 2 + 2 + 1 + 2 + 4 / 128),
-        ({"masters": "split24", "state": "8bit", "release": True}, 2 + 0 + 1 + 2 + 4 / 128),
-        ({"masters": "full", "state": "8bit"}, 2 + 2 + 4 + 2 + 4 / 128),
-        ({"masters": "split", "optimizer": "sgd-momentum", "state": "8bit"}, 2 + 2 + 2 + 1 + 4 / 128),
-        ({"masters": "split", "optimizer": "lion"}, 2 + 2 + 2 + 4),
-    ):
-        plan = Plan(params=1e9, **given)  # type: ignore[arg-type]
-        assert plan.memory_total() == pytest.approx(wanted * 1e9, rel=1e-12), given
 
 
 def test_steps_move_fewer_bytes_with_smaller_formats() -> None:
@@ -257,22 +247,6 @@ def test_the_command_line_asks_for_formats() -> None:
     assert "of one parameter at a time comes on top" in plan.report()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"state": "4bit"}, "state: expected one of 'fp32', '8bit', got '4bit'"),
-        ({"state": "8bit", "optimizer": "lion"}, "state: 'lion' has no 8-bit state. Use 'fp32'"),
-        ({"release": True, "ranks": 2, "shard": "ddp"}, "release: True is for one rank, got shard='ddp'"),
-        ({"state": "8bit", "fused_step": False}, "fused_step: split masters, 8-bit state and released .* False. Use"),
-        ({"masters": "split", "fused_step": False}, "fused_step: .* got False"),
-        ({"release": True, "fused_step": False}, "fused_step: .* got False"),
-    ],
-)
-def test_plans_that_can_not_be(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Plan(params=1e9, **given)
-
-
 # -- which modes fit ---------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +260,8 @@ def test_plans_that_can_not_be(given: dict[str, Any], message: str) -> None:
         ({"masters": "split24", "state": "8bit", "release": True}, 2 + 4 / 128, 3),
         ({"masters": "split24", "state": "8bit", "release": True, "largest": 10**7}, 2 + 4 / 128 + 0.02, 3),
         ({"masters": "split", "optimizer": "lion", "other": 5e8}, 4.5, 6),
+        ({"state": "8bit"}, 4 + 4 / 128, 6),
+        ({"masters": "split", "optimizer": "sgd-momentum", "state": "8bit"}, 4 + 4 / 128, 3),
     ],
 )
 def test_bytes_on_the_card_and_on_the_host(given: dict[str, Any], card: float, host: float) -> None:
@@ -382,8 +358,6 @@ def test_what_is_wrong_with_a_budget(line: str, message: str) -> None:
 def test_what_is_no_size() -> None:
     with pytest.raises(ValueError, match="budget: expected a size as in '24GiB', got nan"):
         fp16opt.plan(7e9, float("nan"))
-    with pytest.raises(ValueError, match="offload: expected one of 'cpu', got 'disk'"):
-        Plan(params=1e9, offload="disk")
 
 
 def test_the_help_shows_each_default() -> None:

@@ -171,23 +171,6 @@ def bits_of(scaler: Any) -> tuple[float, ...]:
     return float(scaler.scale), int(scaler.consecutive_skips), scaler.generation
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=30))
-def test_the_scale_follows_the_rule_in_plain_numbers(compiled: Any, overflows: list[bool]) -> None:
-    """By the words of DynamicLossScaler's docstring."""
-    scaler = DynamicLossScaler(2.0**8, growth_interval=3, hysteresis=2, min_scale=2.0**5, max_scale=2.0**9)
-    scale, clean, skips = 2.0**8, 0, 0
-    for overflow in overflows:
-        if overflow:
-            clean, skips = 0, skips + 1
-            scale = max(scale / 2, 2.0**5) if skips >= 2 else scale
-        else:
-            clean, skips = clean + 1, 0
-            if clean == 3:
-                scale, clean = min(scale * 2, 2.0**9), 0
-        close(scaler, float(overflow), (torch.zeros(()), torch.zeros((), dtype=torch.float64)))
-        assert (scaler.scale.item(), int(scaler.growth_tracker), int(scaler.consecutive_skips)) == (scale, clean, skips)
-
-
 def test_counts_wrap_where_they_wrap_in_torch(compiled: Any) -> None:
     pair = [DynamicLossScaler(2.0, hysteresis=2**31 - 1, growth_interval=2**31 - 1) for _ in range(2)]
     for found in (1.0, 0.0):
