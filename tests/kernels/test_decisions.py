@@ -13,6 +13,7 @@ import numpy as np
 import pretended
 import pytest
 import torch
+from engine.checks import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -203,6 +204,14 @@ def test_a_clip_is_decided_as_in_torch(
     for a, b, what in zip(got, wanted, ("norm", "factor"), strict=True):
         assert a.dtype == b.dtype == torch.float32
         assert (a.isnan() and b.isnan()) or a.view(torch.int32) == b.view(torch.int32), f"{what}: {a} is not {b}"
+
+
+@pytest.mark.parametrize(
+    ("norm", "factor"), [(math.nan, math.nan), (math.inf, 0.0), (1e39, 1e-39), (1e300, 1e-300)], ids=str
+)
+def test_the_factor_of_norms_beyond_float32(norm: float, factor: float) -> None:
+    _, found = backends.decide_clip(torch.tensor(norm, dtype=torch.float64), None, 1.0)
+    assert_same_bits(found, torch.tensor(factor, dtype=torch.float64).float())
 
 
 @given(norm=st.floats(0.0, 1e30), max_norm=st.floats(0.0, 1e30))

@@ -240,13 +240,12 @@ def test_backend_per_device(level: str) -> None:
     assert backend(torch.device("meta")) == "reference"
 
 
+PLAIN, MIXED, ADDRESS = ([1], [[2]], [0]), ([1], [[2], [3]], [0]), ONE.data_ptr()
+
+
 @pytest.mark.skipif(not native.available(), reason="the compiled CPU module is not installed")
 class TestCompiledModule:
     """The module's own checks, behind those of native.py."""
-
-    def test_level_must_exist(self) -> None:
-        with pytest.raises(ValueError, match="SIMD level 'sse9' is not one"):
-            native.module.use_simd_level("sse9")
 
     @pytest.mark.parametrize(
         ("table", "match"),
@@ -261,36 +260,35 @@ class TestCompiledModule:
         with pytest.raises(ValueError, match=match):
             native.module.Table(*table)
 
-    def test_lists_that_do_not_fit_the_table(self) -> None:
-        address = ONE.data_ptr()
-        table = native.module.Table([1], [[2]], [0])
-        with pytest.raises(ValueError, match="another number of lists"):
-            native.module.cast(table, [[0], [0]], 1, 4, 0, 0, 0)
-        with pytest.raises(ValueError, match="fewer lists of addresses"):
-            native.module.cast(table, [[0]], 1, 4, 0, 0, 0)
-        with pytest.raises(ValueError, match="the table's length"):
-            native.module.scale(table, [[]], 1, 4, address)
-        with pytest.raises(ValueError, match="outside the statistics"):
-            native.module.l2norm(table, [[0]], 1, 0, 0, 0, 0)
-        with pytest.raises(ValueError, match="a row lies outside the lists"):
-            native.module.sample(table, [[0]], 1, 0, 0)
-        with pytest.raises(ValueError, match="16-bit"):
-            native.module.sample(table, [[0]], 1, 4, 0)
-        wide = native.module.Table([1], [[3]] * 3, [0])
-        with pytest.raises(ValueError, match="float64"):
-            native.module.axpby(wide, [[0]] * 3, 1, 1, 1.0, 1.0, 0, 0)
-        mixed = native.module.Table([1], [[2], [3]], [0])
-        with pytest.raises(ValueError, match="averages must be float32, or float64 of float64"):
-            native.module.lerp(mixed, [[0]] * 2, 1, 1, 0.5, False)
-        with pytest.raises(ValueError, match="outs must be float32"):
-            native.module.unscale(mixed, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, True, False)
-        with pytest.raises(ValueError, match="outs must be float32"):
-            native.module.unscale_clipped(mixed, [[0]] * 2, 1, 1, address, address)
-        single = native.module.Table([0], [[2], [2]], [0])
-        with pytest.raises(ValueError, match="not written can't be added to"):
-            native.module.unscale(single, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, False, True)
-        with pytest.raises(ValueError, match="masters must be float32"):
-            native.module.cast(mixed, [[0]] * 2, 1, 1, 0, 0, 0)
+    @pytest.mark.parametrize(
+        ("table", "name", "lists", "arguments", "match"),
+        [
+            (PLAIN, "cast", 2, (1, 4, 0, 0, 0), "another number of lists"),
+            (PLAIN, "compare", 2, (1, 4, 0, 0, 0), "another number of lists"),
+            (PLAIN, "l2norm", 1, (1, 0, 0, 0, 0), "outside the statistics"),
+            (PLAIN, "sample", 1, (1, 0, 0), "a row lies outside the lists"),
+            (PLAIN, "sample", 1, (1, 4, 0), "16-bit"),
+            (PLAIN, "measure", 1, (1, 0, 0), "a row lies outside the numbers"),
+            (([1], [[3]], [0]), "measure", 1, (1, 1, 0), "numbers are of float16, bfloat16 and float32"),
+            (([1], [[3]] * 3, [0]), "axpby", 3, (1, 1, 1.0, 1.0, 0, 0), "float64"),
+            (MIXED, "lerp", 2, (1, 1, 0.5, False), "averages must be float32, or float64 of float64"),
+            (MIXED, "unscale", 2, (1, 1, ADDRESS, 0, 0, 0, 0, True, False), "outs must be float32"),
+            (MIXED, "unscale_clipped", 2, (1, 1, ADDRESS, ADDRESS), "outs must be float32"),
+            (MIXED, "cast", 2, (1, 1, 0, 0, 0), "masters must be float32"),
+            (
+                ([0], [[2], [2]], [0]),
+                "unscale",
+                2,
+                (1, 1, ADDRESS, 0, 0, 0, 0, False, True),
+                "not written can't be added to",
+            ),
+        ],
+    )
+    def test_lists_that_do_not_fit_the_table(
+        self, table: Any, name: str, lists: int, arguments: tuple[Any, ...], match: str
+    ) -> None:
+        with pytest.raises(ValueError, match=match):
+            getattr(native.module, name)(native.module.Table(*table), [[0]] * lists, *arguments)
 
 
 def test_a_step_by_a_formula_refuses_what_is_none_of_it() -> None:

@@ -11,7 +11,6 @@ import torch
 from kernel_cases import KINDS, LAYOUTS, SIXTEEN, UP_TO_SINGLE, assert_same_number, lay_out, make, raw, shape_of
 from torch import Tensor
 
-from fp16opt import kernels
 from fp16opt.kernels import COMPARED, MEASURED, CallCache, Snapshots, multi_tensor_compare, multi_tensor_measure
 
 LONG = [16384, 16385, 16520, 65535, 65536, 65537, 131073, 200000]
@@ -158,15 +157,3 @@ def test_snapshots_hold_what_was_there_and_no_more() -> None:
         assert torch.equal(there.of(0)[: inside.numel()], inside)
         assert there.shares.item() == (1.0 if numel == 0 else numel / inside.numel()) or numel == 0
         assert there.values.numel() - inside.numel() < 8
-
-
-@pytest.mark.skipif(not kernels.native.available(), reason="the compiled CPU module is not installed")
-def test_compiled_code_refuses_rows_outside() -> None:
-    cpu = kernels.native.module
-    table = cpu.Table([0], [[0]], [0])
-    with pytest.raises(ValueError, match="a row lies outside the numbers"):
-        cpu.measure(table, [[0]], 1, 0, 0)
-    with pytest.raises(ValueError, match="the table was made for another number of lists"):
-        cpu.compare(table, [[0], [0]], 1, 4, 0, 0, 0)
-    with pytest.raises(ValueError, match="numbers are of float16, bfloat16 and float32"):
-        cpu.measure(cpu.Table([0], [[3]], [0]), [[0]], 1, 1, 0)
