@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -244,24 +245,25 @@ def test_memory_that_a_hook_replaces_before_the_step_is_what_is_stepped(way: str
     assert [tensor.tolist() for tensor in old] == [[9.0] * 4] * 2
 
 
-@pytest.mark.parametrize("is_checked_before", [False, True])
-@pytest.mark.parametrize("negated", ["at another address", "at the address that was seen", "by its data"])
-def test_a_negated_gradient_is_its_values_and_not_its_memory(way: str, negated: str, is_checked_before: bool) -> None:
-    params = [nn.Parameter(torch.ones(4).half()) for _ in range(3)]
-    opt = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5), loss_scale=1.0)
-    kept = [torch.full((4,), 4.0).half() for _ in params]
-    for turn in range(2):
-        for param, grad in zip(params, kept, strict=True):
-            param.grad = None
-            param.grad = grad
-        if turn and negated == "by its data":
-            kept[1].data = torch._neg_view(kept[1].data)
-        elif turn:
-            params[1].grad = torch._neg_view(kept[1].clone() if negated == "at another address" else kept[1])
-        if is_checked_before:
-            opt.update_master_grads()
-        opt.step()
-    assert [param[0].item() for param in params] == [-3.0, 1.0, -3.0]
+def test_a_negated_gradient_is_its_values_and_not_its_memory(way: str) -> None:
+    negations = ("at another address", "at the address that was seen", "by its data")
+    for negated, is_checked_before in itertools.product(negations, (False, True)):
+        params = [nn.Parameter(torch.ones(4).half()) for _ in range(3)]
+        opt = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5), loss_scale=1.0)
+        kept = [torch.full((4,), 4.0).half() for _ in params]
+        for turn in range(2):
+            given = list(kept)
+            if turn and negated == "by its data":
+                kept[1].data = torch._neg_view(kept[1].data)
+            elif turn:
+                given[1] = torch._neg_view(kept[1].clone() if negated == "at another address" else kept[1])
+            for param, grad in zip(params, given, strict=True):
+                param.grad = None
+                param.grad = grad
+            if is_checked_before:
+                opt.update_master_grads()
+            opt.step()
+        assert [param[0].item() for param in params] == [-3.0, 1.0, -3.0], (negated, is_checked_before)
 
 
 def test_a_gradient_that_is_replaced_by_the_negative_of_its_memory_after_a_clip_is_refused(way: str) -> None:
