@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +42,19 @@ def loss_of(model: nn.Module, step: int, rank: int, poison: bool = False) -> Ten
     """A loss whose gradients are infinite where ``poison`` is set."""
     loss = (model(batch(step, rank)) - 1.0).square().mean()
     return loss * float("inf") if poison else loss
+
+
+def one_step(model: nn.Module, opt: Any, number: int, rank: int, poison: bool = False) -> None:
+    """Clear, backward and step."""
+    opt.zero_grad()
+    opt.backward(loss_of(model, number, rank, poison))
+    opt.step()
+
+
+def train(model: nn.Module, opt: Any, steps: Iterable[int]) -> None:
+    """The same batch on every rank: any number of ranks has the same gradients (halves add up exactly)."""
+    for number in steps:
+        one_step(model, opt, number, 0, poison=number == 1)
 
 
 def full(tensor: Any) -> Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Adagrad, AdamW
 
-from distributed.models import Net, assert_alike, loss_of
+from distributed.models import Net, assert_alike, train
 from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 from fp16opt.engine.dtensors import local
@@ -60,14 +60,6 @@ def make(how: str, inner: Any = AdamW, norm: bool = False, **settings: Any) -> t
     # The wrapped optimizer's own step, as pieces are stepped.
     opt = MixedPrecisionOptimizer(optimizer, scaler=scaler, named_parameters=net.named_parameters(), fused_step=False)
     return model, opt
-
-
-def train(model: nn.Module, opt: Any, steps: range) -> None:
-    """The same batch on every rank: any number of ranks has the same gradients (halves add up exactly)."""
-    for step in steps:
-        opt.zero_grad()
-        opt.backward(loss_of(model, step, 0, poison=step == 1))
-        opt.step()
 
 
 def whole(model: nn.Module, opt: Any) -> dict[str, Tensor]:
@@ -206,26 +198,21 @@ def test_refusals_leave_everything_as_it_was(rank: int, size: int, tmp_path: Pat
         (ValueError, "lacks 'masters'", lambda: distributed.load_state_dict(model, opt, {})),
     ]
     sd = distributed.state_dict(model, opt)
-    short = {**sd, "masters": {k: v for k, v in sd["masters"].items() if k != "b.bias"}}
-    cases.append((ValueError, "masters lacks 'b.bias'", lambda: distributed.load_state_dict(model, opt, short)))
-    wrong = {**sd, "masters": {**sd["masters"], "b.bias": torch.zeros(4)}}
-    cases.append((ValueError, r"got torch.float32 [4]", lambda: distributed.load_state_dict(model, opt, wrong)))
-    text = {**sd, "masters": {**sd["masters"], "b.bias": "zero"}}
-    cases.append((TypeError, "must be a tensor, got str", lambda: distributed.load_state_dict(model, opt, text)))
-    flat = {**sd, "masters": []}
-    cases.append((TypeError, "masters must be a dict", lambda: distributed.load_state_dict(model, opt, flat)))
-    for count, error in ((-1, ValueError), ("1", TypeError)):
-        many = {**sd, "counts": {"steps": 2, "skipped_steps": count}}
-        cases.append((error, "skipped_steps must be", lambda m=many: distributed.load_state_dict(model, opt, m)))
-    listed = {**sd, "counts": [2, 1]}
-    cases.append((TypeError, "counts must be a dict", lambda: distributed.load_state_dict(model, opt, listed)))
-    one = {**sd, "param_groups": sd["param_groups"][:1]}
-    cases.append((ValueError, "a list of 2 groups, got 1", lambda: distributed.load_state_dict(model, opt, one)))
-    swapped = {**sd, "param_groups": sd["param_groups"][::-1]}
-    message = "group 0: state_dict has the parameter 'a.bias'"
-    cases.append((ValueError, message, lambda: distributed.load_state_dict(model, opt, swapped)))
-    static = {**sd, "scaler": {"kind": "static"}}
-    cases.append((ValueError, "", lambda: distributed.load_state_dict(model, opt, static)))
+    masters, groups = sd["masters"], sd["param_groups"]
+    changes: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "masters lacks 'b.bias'", {"masters": {k: v for k, v in masters.items() if k != "b.bias"}}),
+        (ValueError, "got torch.float32 [4]", {"masters": {**masters, "b.bias": torch.zeros(4)}}),
+        (TypeError, "must be a tensor, got str", {"masters": {**masters, "b.bias": "zero"}}),
+        (TypeError, "masters must be a dict", {"masters": []}),
+        (ValueError, "skipped_steps must be", {"counts": {"steps": 2, "skipped_steps": -1}}),
+        (TypeError, "skipped_steps must be", {"counts": {"steps": 2, "skipped_steps": "1"}}),
+        (TypeError, "counts must be a dict", {"counts": [2, 1]}),
+        (ValueError, "a list of 2 groups, got 1", {"param_groups": groups[:1]}),
+        (ValueError, "group 0: state_dict has the parameter 'a.bias'", {"param_groups": groups[::-1]}),
+        (ValueError, "", {"scaler": {"kind": "static"}}),
+    ]
+    for error, wanted, change in changes:
+        cases.append((error, wanted, lambda c=change: distributed.load_state_dict(model, opt, {**sd, **c})))
     for error, wanted, call in cases:
         assert wanted in raised(error, call), wanted
     assert not differences(whole(model, opt), before)

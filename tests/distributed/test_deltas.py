@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from distributed.models import Net, full, loss_of
+from distributed.models import Net, full, loss_of, one_step
 from distributed.world import World, on_ranks, raised
 from fp16opt import MixedPrecisionOptimizer, WeightDelta, digests, distributed
 from fp16opt.engine.dtensors import local
@@ -158,9 +158,7 @@ def test_parts_are_merged(rank: int, size: int) -> None:
     opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-3), track_changes=True)
     parts = []
     for number in range(3):
-        opt.zero_grad()
-        opt.backward(loss_of(net, number, rank))
-        opt.step()
+        one_step(net, opt, number, rank)
         parts.append(opt.take_delta(net))
     file = io.BytesIO()
     WeightDelta.merge(parts).save(file)

@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from distributed.models import Net, loss_of
+from distributed.models import Net, loss_of, one_step
 from distributed.test_sharded import sharded
 from distributed.world import World, on_ranks, raised
 from fp16opt import MixedPrecisionOptimizer, distributed
@@ -78,9 +78,7 @@ def test_what_one_rank_does_otherwise_all_hear_of(rank: int, size: int, how: str
         assert wanted in message, (name, message)
         assert all(torch.equal(p, end) for p, end in zip(net.parameters(), ends, strict=True)), name
         opt.param_groups[0].update(lr=1e-2, betas=(0.9, 0.999))  # mended on both ranks, the step is made
-        opt.zero_grad()
-        opt.backward(loss_of(net, 3, rank))
-        opt.step()
+        one_step(net, opt, 3, rank)
         assert not all(torch.equal(p, end) for p, end in zip(net.parameters(), ends, strict=True)), name
 
 
@@ -188,9 +186,7 @@ def test_values_that_each_rank_keeps_in_its_groups(rank: int, size: int) -> None
     opt = MixedPrecisionOptimizer(inner, named_parameters=net.named_parameters(), loss_scale=8.0)
     distributed.attach(opt, ddp, verify_ranks_every=1)
     for number in range(4):
-        opt.zero_grad()
-        opt.backward(loss_of(ddp, number, rank))
-        opt.step()
+        one_step(ddp, opt, number, rank)
         if number == 2:
             distributed.attach(opt, ddp, verify_ranks_every=1)
     everyone: list[Any] = [None] * size
@@ -221,9 +217,7 @@ def test_settings_under_ddp(rank: int, size: int) -> None:
 
     def steps(numbers: range) -> None:
         for number in numbers:
-            opt.zero_grad()
-            opt.backward(loss_of(ddp, number, rank))
-            opt.step()
+            one_step(ddp, opt, number, rank)
 
     steps(range(2))
     opt.param_groups[0]["lr"] = (0.1, 0.2)[rank]

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.optim import SGD, AdamW
 
-from distributed.models import HALF, Net, batch, full, loss_of, messages
+from distributed.models import HALF, Net, batch, full, loss_of, messages, one_step
 from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, LossScaleError, MixedPrecisionOptimizer, distributed
 
@@ -291,9 +291,7 @@ def test_saving_and_loading_after_validation(rank: int, size: int, tmp_path: Pat
             return root(batch(0, 0)).clone()
 
     def train() -> None:
-        opt.zero_grad()
-        opt.backward(loss_of(root, 1, rank))
-        opt.step()
+        one_step(root, opt, 1, rank)
 
     train()
     saved = validate()

@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
-from distributed.models import Net, Said, loss_of
+from distributed.models import Net, Said, loss_of, one_step
 from distributed.world import World, on_ranks, raised
 from fp16opt import MixedPrecisionOptimizer, distributed
 from fp16opt.engine.diagnostics import logger
@@ -49,9 +49,7 @@ def messages_of(rank: int, size: int, kind: str, how: str) -> list[str]:
         for param in net.parameters():
             param.grad.mul_(2.0)
     edited = raised(RuntimeError, opt.step)
-    opt.zero_grad()
-    opt.backward(loss_of(model, 1, rank))
-    opt.step()
+    one_step(model, opt, 1, rank)
     left = raised(RuntimeError, lambda: opt.backward(loss_of(model, 1, rank)))
     lacks = raised(ValueError, lambda: distributed.state_dict(Net(norm=False), opt))
     assert len(said.lines) == 1, said.lines

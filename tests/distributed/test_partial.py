@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import SGD, AdamW
 
-from distributed.models import Net, full, loss_of
+from distributed.models import Net, full, one_step
 from distributed.world import World, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 
@@ -46,9 +46,7 @@ def wrapped(net: nn.Module, groups: Iterable[Iterable[str]], inner: Any = AdamW,
 
 def train(net: nn.Module, opt: Any, steps: int = 2) -> None:
     for number in range(steps):
-        opt.zero_grad()
-        opt.backward(loss_of(net, number, 0))
-        opt.step()
+        one_step(net, opt, number, 0)
 
 
 def inside(net: nn.Module, opt: Any) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
-from distributed.models import Net, loss_of
+from distributed.models import Net, train
 from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 
@@ -45,14 +45,6 @@ def make(how: str, net: nn.Module | None = None, inner: Any = AdamW, **options: 
         options = {"fused_step": False, **options}
     opt = MixedPrecisionOptimizer(optimizer, scaler=scaler, named_parameters=net.named_parameters(), **options)
     return (DDP(net) if how.startswith("ddp") else net), opt
-
-
-def train(model: nn.Module, opt: Any, steps: range) -> None:
-    """The same batch on every rank: halves add up exactly."""
-    for step in steps:
-        opt.zero_grad()
-        opt.backward(loss_of(model, step, 0, poison=step == 1))
-        opt.step()
 
 
 def masters(opt: Any) -> list[Tensor]:

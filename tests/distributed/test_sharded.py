@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, AdamW
 
-from distributed.models import HALF, Net, assert_alike, batch, full, loss_of, messages
+from distributed.models import HALF, Net, assert_alike, batch, full, loss_of, messages, one_step
 from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler, distributed
 
@@ -35,12 +35,6 @@ def wrap(net: nn.Module, inner: Any = None, **options: Any) -> MixedPrecisionOpt
     return MixedPrecisionOptimizer(inner, named_parameters=net.named_parameters(), **options)
 
 
-def step(net: nn.Module, opt: MixedPrecisionOptimizer, number: int, rank: int, poison: bool = False) -> None:
-    opt.zero_grad()
-    opt.backward(loss_of(net, number, rank, poison))
-    opt.step()
-
-
 def like_unsharded(rank: int, size: int, dtype: torch.dtype, policy: dict[str, Any], accumulation: str) -> None:
     """Every rank has the same batch: halves add up exactly, so all bits must be those of one process."""
     plain, net = Net(dtype), Net(dtype)
@@ -52,8 +46,8 @@ def like_unsharded(rank: int, size: int, dtype: torch.dtype, policy: dict[str, A
     distributed.attach(one, None)
     if "param_dtype" not in policy:
         for number in range(5):
-            step(plain, one, number, 0, poison=number == 2)
-            step(net, many, number, 0, poison=number == 2)
+            one_step(plain, one, number, 0, poison=number == 2)
+            one_step(net, many, number, 0, poison=number == 2)
             assert one.step_was_skipped == many.step_was_skipped == (number == 2)
             for a, b in zip(one.master_params(), many.master_params(), strict=True):
                 assert isinstance(b, DTensor)
@@ -66,7 +60,7 @@ def like_unsharded(rank: int, size: int, dtype: torch.dtype, policy: dict[str, A
                 assert torch.equal(a["exp_avg_sq"], full(b["exp_avg_sq"]))
     else:
         for number in range(3):
-            step(net, many, number, rank)
+            one_step(net, many, number, rank)
         assert {p.dtype for p in many.master_params()} == {torch.float32}
     assert float(one.scaler.scale) == float(many.scaler.scale) or policy
 
@@ -139,7 +133,7 @@ def test_verdict_and_norm_over_empty_pieces(four: World) -> None:
 def test_one_message_of_32_bytes_clip_or_not(rank: int, size: int) -> None:
     net = sharded(Net())
     opt = wrap(net)
-    step(net, opt, 0, rank)  # the first step compares the ranks
+    one_step(net, opt, 0, rank)  # the first step compares the ranks
     for number, clips in enumerate((0, 1, 2, 1), 1):
         opt.zero_grad()
         opt.backward(loss_of(net, number, rank, poison=number == 4))
@@ -158,7 +152,7 @@ def test_one_message_of_32_bytes_clip_or_not(rank: int, size: int) -> None:
             opt.step()
         assert number == 5 or sent == [("all_reduce", 32)], (number, sent)
     opt = wrap(net)
-    step(net, opt, 0, rank)
+    one_step(net, opt, 0, rank)
     # Two scalers' verdicts share the first eight bytes.
     other = DynamicLossScaler(init_scale=2.0**4)
     for poison in (False, True):
@@ -181,19 +175,19 @@ def test_writes_to_pieces_are_noticed(rank: int, size: int) -> None:
     net = sharded(Net(norm=False))
     opt = wrap(net, SGD(net.parameters(), lr=0.0))
     weight, master = next(net.parameters()), next(opt.master_params())
-    step(net, opt, 0, rank)
+    one_step(net, opt, 0, rank)
     with torch.no_grad():
         weight.mul_(2.0)
-    step(net, opt, 2, rank)
+    one_step(net, opt, 2, rank)
     assert torch.equal(master._local_tensor.half(), weight._local_tensor)
     with torch.no_grad():  # both pieces: the master's wins and is copied down
         weight._local_tensor.fill_(0.25)
         master._local_tensor.fill_(0.5)
-    step(net, opt, 3, rank)
+    one_step(net, opt, 3, rank)
     assert bool((weight._local_tensor == 0.5).all())
     opt.zero_grad()
     opt = wrap(net, SGD(net.parameters(), lr=0.0), on_model_write="error")
-    step(net, opt, 4, rank)
+    one_step(net, opt, 4, rank)
     with torch.no_grad():
         weight._local_tensor.fill_(0.25)
     opt.zero_grad()
@@ -288,7 +282,7 @@ def test_gradients_that_are_left_over_or_edited(rank: int, size: int) -> None:
     assert where in raised(RuntimeError, lambda: opt.backward(loss_of(net, 1, rank)))
     net = sharded(Net())
     opt = wrap(net, SGD(net.parameters(), lr=2.0**-6))
-    step(net, opt, 0, rank)
+    one_step(net, opt, 0, rank)
     opt.zero_grad(set_to_none=False)
     opt.backward(loss_of(net, 1, rank))
     torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
@@ -327,7 +321,7 @@ def test_a_model_that_is_moved_after_its_step(rank: int, size: int, options: dic
         net = sharded(Net())
         opt = wrap(net, **options)
         for number in range(3):
-            step(net, opt, number, rank)
+            one_step(net, opt, number, rank)
             if moves:
                 net._apply(lambda tensor: tensor.clone())  # as net.cpu() and net.to(device) do
         ends.append([full(p) for p in net.parameters()])
