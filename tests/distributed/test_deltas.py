@@ -31,7 +31,19 @@ from fp16opt.engine.modes.regions import Region
 
 SYNCS = int(os.environ.get("FP16OPT_DELTA_SYNCS", "6"))
 """Of each random walk."""
-WAYS = ["ddp", "zero", "fsdp2", "hsdp", "tensor parallel"]
+by_way = pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        (way, options)
+        for way in ("ddp", "zero", "fsdp2", "hsdp", "tensor parallel")
+        for options in (
+            {"fused_step": True},
+            {"fused_step": False},
+            {"master_weights": "split24", "optimizer_state": "8bit"},
+        )
+        if way != "zero" or "fused_step" in options  # ZeRO takes full masters and FP32 state
+    ],
+)
 STEPS = 3
 
 
@@ -55,8 +67,8 @@ def net_for(way: str) -> Net:
     return net
 
 
-def train(rank: int, size: int, way: str, options: dict[str, Any], folder: str) -> list[list[str]]:
-    """Steps, with an overflow among them; each one's delta, gathered, goes into a file, and the whole weights too."""
+def tracked(way: str, options: dict[str, Any], size: int) -> tuple[nn.Module, Any, MixedPrecisionOptimizer]:
+    """(a model laid out over the ranks, what to call, its optimizer)."""
     torch.manual_seed(0)
     net = placed(way, net_for(way), size)
     optimizer: Any = (
@@ -67,6 +79,12 @@ def train(rank: int, size: int, way: str, options: dict[str, Any], folder: str) 
     if way in ("ddp", "zero"):
         model = DistributedDataParallel(net)
         distributed.attach(opt, model)
+    return net, model, opt
+
+
+def train(rank: int, size: int, way: str, options: dict[str, Any], folder: str) -> list[list[str]]:
+    """Steps, with an overflow among them; each one's delta, gathered, goes into a file, and the whole weights too."""
+    net, model, opt = tracked(way, options, size)
     names = []
     for number in range(STEPS):
         opt.zero_grad()
@@ -125,17 +143,10 @@ def whole_into(net: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, Any]
     }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"fused_step": True}, {"fused_step": False}, {"master_weights": "split24", "optimizer_state": "8bit"}],
-    ids=["one pass", "wrapped", "split24, 8-bit"],
-)
-@pytest.mark.parametrize("way", WAYS)
+@by_way
 def test_two_ranks_to_three_to_one(
     way: str, options: dict[str, Any], two: World, three: World, four: World, tmp_path: Path
 ) -> None:
-    if way == "zero" and "fused_step" not in options:
-        pytest.skip("ZeRO takes full masters and FP32 state")
     names = (four if way == "hsdp" else two).run(train, way, options, str(tmp_path))[0]
     assert {"a.weight", "b.bias"} <= set(names[0])
     assert not names[1], "the step was skipped"
@@ -234,16 +245,7 @@ def theirs_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def walk(rank: int, size: int, way: str, options: dict[str, Any], seed: int, syncs: int) -> int:
     """Random syncs: steps, overflows, writes, loads and resumes; all ranks' patches together make a sampler equal."""
     rng = random.Random(seed)  # the same on all ranks
-    torch.manual_seed(0)
-    net = placed(way, net_for(way), size)
-    optimizer: Any = (
-        ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-3) if way == "zero" else AdamW(net.parameters(), lr=1e-3)
-    )
-    opt = MixedPrecisionOptimizer(optimizer, track_changes=True, loss_scale=128.0, **options)
-    model: Any = net
-    if way in ("ddp", "zero"):
-        model = DistributedDataParallel(net)
-        distributed.attach(opt, model)
+    net, model, opt = tracked(way, options, size)
     theirs, number = theirs_of({name: full(value) for name, value in net.state_dict().items()}), itertools.count()
     saved: list[Any] = []
     for _ in range(syncs):
@@ -281,15 +283,8 @@ def walk(rank: int, size: int, way: str, options: dict[str, Any], seed: int, syn
     return syncs
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"fused_step": True}, {"fused_step": False}, {"master_weights": "split24", "optimizer_state": "8bit"}],
-    ids=["one pass", "wrapped", "split24, 8-bit"],
-)
-@pytest.mark.parametrize("way", WAYS)
+@by_way
 def test_random_syncs_by_patches_of_all_ranks(way: str, options: dict[str, Any], two: World, four: World) -> None:
-    if way == "zero" and "fused_step" not in options:
-        pytest.skip("ZeRO takes full masters and FP32 state")
     world, each = four if way == "hsdp" else two, 6
     done = [world.run(walk, way, options, seed, each)[0] for seed in range(math.ceil(SYNCS / each))]
     assert sum(done) >= SYNCS

@@ -24,15 +24,9 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import SGD, AdamW
 
 from distributed.models import HALF, Net, batch, full, loss_of, messages, one_step
+from distributed.test_sharded import sharded
 from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, LossScaleError, MixedPrecisionOptimizer, distributed
-
-
-def sharded(net: nn.Module, **options: Any) -> nn.Module:
-    for layer in net.children():
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer, **options)
-    return fully_shard(net, **options)
 
 
 def poisoned_step(net: Any, opt: Any, step: int, rank: int, poison: bool) -> None:

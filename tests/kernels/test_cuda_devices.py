@@ -33,15 +33,9 @@ from fp16opt.kernels import (
     nvrtc,
 )
 
+pytestmark = pytest.mark.usefixtures("folder")
 STREAM = "7700000000000010"
 FIRST = list(cuda_rows.FIRST)
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FP16OPT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("FAKE_NVRTC_LOG", str(tmp_path / "log"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture

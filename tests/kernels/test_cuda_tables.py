@@ -38,11 +38,6 @@ from fp16opt.kernels.table import L2NORM
 CHUNK = 65536
 
 
-@pytest.fixture
-def host(emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return emulated.use(emulated_cuda, monkeypatch)
-
-
 def tensors(n: int, seed: int = 0) -> list[torch.Tensor]:
     rng = np.random.default_rng(seed)
     return [torch.from_numpy(rng.standard_normal(300 + k).astype(np.float32)) for k in range(n)]

@@ -26,11 +26,6 @@ SCALES = st.integers(-14, 24).map(lambda e: 2.0**e)
 FACTORS = st.floats(1.0 + 2.0**-10, 1e6, width=32) | st.sampled_from([2.0, 1.1, 3.0, 2.0**40])
 
 
-@pytest.fixture
-def compiled(emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return emulated.use(emulated_cuda, monkeypatch)
-
-
 def close(scaler: Any, found: float, counters: tuple[torch.Tensor, torch.Tensor]) -> None:
     """A step's end, by the kernel."""
     stats = GradStats.allocate(3, "cpu")
@@ -72,7 +67,7 @@ def dynamic_scalers(draw: Any) -> tuple[Any, Any]:
 
 
 @given(dynamic_scalers(), st.lists(st.booleans(), min_size=1, max_size=30))
-def test_the_scale_follows_as_update_says(compiled: Any, scalers: tuple[Any, Any], overflows: list[bool]) -> None:
+def test_the_scale_follows_as_update_says(host: Any, scalers: tuple[Any, Any], overflows: list[bool]) -> None:
     ours, theirs = scalers
     last, skipped = torch.full((), 7.0), torch.zeros((), dtype=torch.float64)
     for k, overflow in enumerate(overflows):
@@ -172,7 +167,7 @@ def bits_of(scaler: Any) -> tuple[float, ...]:
     return float(scaler.scale), int(scaler.consecutive_skips), scaler.generation
 
 
-def test_counts_wrap_where_they_wrap_in_torch(compiled: Any) -> None:
+def test_counts_wrap_where_they_wrap_in_torch(host: Any) -> None:
     pair = [DynamicLossScaler(2.0, hysteresis=2**31 - 1, growth_interval=2**31 - 1) for _ in range(2)]
     for found in (1.0, 0.0):
         for scaler in pair:
@@ -261,23 +256,21 @@ def test_settings_that_are_loaded_are_written_in_place() -> None:
     assert memory.settings.tolist() == [3.0, 0.25, 7.0, 2.0, 2.0**-14, 2.0**24]
 
 
-def test_decisions_run_on_the_current_stream_and_hold_what_they_use(
-    compiled: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decisions_run_on_the_current_stream_and_hold_what_they_use(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
     launched: list[tuple[Any, ...]] = []
 
     def hold(_: Any, given: Sequence[object]) -> None:
         held.extend(one.data_ptr() for one in given if isinstance(one, torch.Tensor))
 
-    monkeypatch.setattr(compiled, "hold", hold)
+    monkeypatch.setattr(host, "hold", hold)
 
     class Noted(pretended.Counting):
         def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
             launched.append((name, blocks, stream, len(arguments)))
             super().launch(name, blocks, stream, *arguments)
 
-    monkeypatch.setattr(compiled, "current", 7)
+    monkeypatch.setattr(host, "current", 7)
     emulated.launch_on(Noted(cuda_devices.kernels_on(0)), monkeypatch)
     norm, found, scale = torch.tensor(2.0, dtype=torch.float64), torch.tensor(0.0), torch.tensor(8.0)
     results = [*backends.decide_clip(norm, found, 1.0), *backends.capture_scale(scale)]

@@ -7,7 +7,7 @@ import logging
 import random
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +23,7 @@ import fp16opt.optimizers
 from fp16opt import MixedPrecisionOptimizer, Preflight
 from fp16opt.tools.reports.findings import KEYS
 
+pytestmark = pytest.mark.usefixtures("seeded")
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -164,13 +165,6 @@ def everything(names: dict[str, Any]) -> dict[str, Any]:
     found = {name: one.state_dict() for name, one in held.items()}
     found |= {"grads": grads, "modes": [module.training for module in names["model"].modules()]}
     return copy.deepcopy({**found, "random": (torch.get_rng_state(), random.getstate())})
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 # -- sound loops -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,15 +22,9 @@ from fp16opt import (
     check,
 )
 
+pytestmark = pytest.mark.usefixtures("seeded")
 HALF, BF16 = torch.float16, torch.bfloat16
 Case = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
