@@ -47,8 +47,12 @@ class Right(torch.optim.Optimizer):
     def parameters(self, group: dict[str, Any]) -> list[torch.Tensor]:
         return [p for p in group["params"] if p.grad is not None]
 
+    def before(self) -> None:
+        """What a step begins with."""
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        self.before()
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             for p in self.parameters(group):
@@ -79,11 +83,9 @@ class MovesOnMomentum(Right):
 
 
 class CountsWithoutGradient(Right):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def before(self) -> None:
         for state in self.state.values():
             state["age"] = state.get("age", 0) + 1
-        return super().step(closure)
 
 
 class HalfState(Right):
@@ -101,24 +103,20 @@ class CountsInItself(Right):
 
     calls = 0
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def before(self) -> None:
         self.calls += 1
         for group in self.param_groups:
             group["lr"] = 0.1 / self.calls
-        return super().step(closure)
 
 
 class CountsInGroup(Right):
     """As schedule-free optimizers do: each sub-group starts from the group's settings, so this is no fault."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def before(self) -> None:
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
             group["counted"] = group.get("counted", torch.zeros(())).add_(1)
             group["lr"] = 0.1 / group["k"] / float(group["counted"])
-        return super().step(closure)
 
 
 class Noisy(Right):
@@ -183,12 +181,10 @@ class ForgetsLr(Right):
 
     pace = 0.1
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def before(self) -> None:
         self.pace *= 0.5
         for group in self.param_groups:
             group["lr"] = self.pace
-        return super().step(closure)
 
 
 class ReadsOnHost(Right):
@@ -439,17 +435,13 @@ class LazySam(Right):
 
 
 class ClearsFirst(Right):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def before(self) -> None:
         self.zero_grad()
-        return super().step(closure)
 
 
 class DecaysFirst(Right):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def before(self) -> None:
         torch._foreach_mul_(self.param_groups[0]["params"], 0.9)
-        return super().step(closure)
 
 
 class EverySecond(Right):
