@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rooms import through_file
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -305,19 +305,12 @@ def test_inference_mode_around_everything() -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def reread(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def test_a_resumed_average_goes_on_bit_for_bit() -> None:
     net, opt = make()
     averaged = AveragedMasters(net, opt, ema(0.9))
     for number in range(6):
         if number == 3:
-            saved = reread({"net": net.state_dict(), "opt": opt.state_dict(), "averages": averaged.state_dict()})
+            saved = through_file({"net": net.state_dict(), "opt": opt.state_dict(), "averages": averaged.state_dict()})
         follow(net, opt, averaged, range(number, number + 1))
     net2, opt2 = make()
     averaged2 = AveragedMasters(net2, opt2, ema(0.9))

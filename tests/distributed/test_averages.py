@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.models import Net, assert_alike, batch, full
-from distributed.test_sharded import sharded, step, wrap
+from distributed.models import Net, assert_alike, batch, full, one_step
+from distributed.test_sharded import sharded, wrap
 from distributed.world import World, on_ranks, raised
 from fp16opt import AveragedMasters, distributed, ema
 
@@ -26,7 +26,7 @@ def alone(norm: bool = True) -> tuple[Net, AveragedMasters]:
     distributed.attach(opt, None)
     averaged = AveragedMasters(plain, opt, ema(0.75))
     for number in STEPS:
-        step(plain, opt, number, 0)
+        one_step(plain, opt, number, 0)
         averaged.update()
     return plain, averaged
 
@@ -39,7 +39,7 @@ def test_ddp(rank: int, size: int) -> None:
     opt = wrap(net)
     averaged = AveragedMasters(ddp, opt, ema(0.75))
     for number in STEPS:
-        step(ddp, opt, number, 0)
+        one_step(ddp, opt, number, 0)
         averaged.update()
     found = averaged.fp32_state_dict()
     assert found.keys() == plain.state_dict().keys()
@@ -51,7 +51,7 @@ def test_ddp(rank: int, size: int) -> None:
         assert_alike(list(net.parameters()))
         assert torch.equal(net.a.weight.detach(), found["a.weight"].half())
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
-    step(ddp, opt, 9, rank)
+    one_step(ddp, opt, 9, rank)
     assert_alike(list(net.parameters()))
 
 
@@ -61,7 +61,7 @@ def under_fsdp2(rank: int, size: int, folder: str, whole_net: bool) -> None:
     opt = wrap(net)
     averaged = AveragedMasters(net, opt, ema(0.75))
     for number in STEPS:
-        step(net, opt, number, 0)
+        one_step(net, opt, number, 0)
         averaged.update()
         with torch.no_grad():
             net(batch(number, 0))  # leaves gathered weights in the outermost module
@@ -94,7 +94,7 @@ def under_fsdp2(rank: int, size: int, folder: str, whole_net: bool) -> None:
         for name, value in found.items():
             assert torch.equal(full(loaded.fp32_state_dict()[name]), full(value)), name
     assert "module.a.weight: spread over ranks" in raised(ValueError, lambda: wanted.load_state_dict(found_as(state)))
-    step(net, opt, 8, 0)
+    one_step(net, opt, 8, 0)
     averaged.update()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import math
 import os
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_deltas import sent
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -171,10 +171,7 @@ def test_parts_are_merged(rank: int, size: int) -> None:
     for number in range(3):
         one_step(net, opt, number, rank)
         parts.append(opt.take_delta(net))
-    file = io.BytesIO()
-    WeightDelta.merge(parts).save(file)
-    file.seek(0)
-    merged = WeightDelta.load(file).gather(dst=1)
+    merged = sent(WeightDelta.merge(parts)).gather(dst=1)
     whole = {name: full(value) for name, value in net.state_dict().items()}
     if merged is not None:
         merged.apply_(sampler)
