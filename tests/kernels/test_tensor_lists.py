@@ -254,7 +254,8 @@ def test_a_negated_gradient_is_its_values_and_not_its_memory(way: str) -> None:
         for turn in range(2):
             given = list(kept)
             if turn and negated == "by its data":
-                kept[1].data = torch._neg_view(kept[1].data)
+                given[1] = kept[1].detach()
+                given[1].data = torch._neg_view(kept[1])
             elif turn:
                 given[1] = torch._neg_view(kept[1].clone() if negated == "at another address" else kept[1])
             for param, grad in zip(params, given, strict=True):
