@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rooms import through_file
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -108,8 +108,7 @@ def test_averages_are_those_of_the_definition_bit_for_bit(dtype: torch.dtype, wa
     averaged = AveragedMasters(net, opt, ema(0.875))
     wanted: dict[str, np.ndarray] = {}
     for number in range(6):
-        train(net, opt, range(number, number + 1))
-        averaged.update()
+        follow(net, opt, averaged, range(number, number + 1))
         values = masters_or_weights(net, opt)
         wanted = {name: moved(wanted[name], value, 0.125) if wanted else value for name, value in values.items()}
     found = averaged.fp32_state_dict()
@@ -156,8 +155,7 @@ def test_a_rule_of_ones_own_gets_the_number_of_updates() -> None:
     averaged = AveragedMasters(net, opt, equal)
     values = []
     for number in range(5):
-        train(net, opt, range(number, number + 1))
-        averaged.update()
+        follow(net, opt, averaged, range(number, number + 1))
         values.append(masters(net, opt)["a.weight"].astype(np.float64))
     assert seen == [1, 2, 3, 4]  # the first takes the values as they are
     assert np.allclose(averaged.fp32_state_dict()["a.weight"].numpy(), np.mean(values, axis=0), rtol=0, atol=1e-6)
@@ -216,8 +214,7 @@ def test_swap_is_no_write_where_writes_are_errors() -> None:
     net, opt = make(on_model_write="error")
     averaged = AveragedMasters(net, opt, ema(0.5))
     for number in range(3):
-        train(net, opt, range(number, number + 1))
-        averaged.update()
+        follow(net, opt, averaged, range(number, number + 1))
         with averaged.swap():
             net(batch(0))
     with torch.no_grad():
@@ -308,21 +305,13 @@ def test_inference_mode_around_everything() -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def reread(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def test_a_resumed_average_goes_on_bit_for_bit() -> None:
     net, opt = make()
     averaged = AveragedMasters(net, opt, ema(0.9))
     for number in range(6):
         if number == 3:
-            saved = reread({"net": net.state_dict(), "opt": opt.state_dict(), "averages": averaged.state_dict()})
-        train(net, opt, range(number, number + 1))
-        averaged.update()
+            saved = through_file({"net": net.state_dict(), "opt": opt.state_dict(), "averages": averaged.state_dict()})
+        follow(net, opt, averaged, range(number, number + 1))
     net2, opt2 = make()
     averaged2 = AveragedMasters(net2, opt2, ema(0.9))
     net2.load_state_dict(saved["net"])
@@ -343,8 +332,7 @@ def test_torch_s_averaged_model_loads_it_and_gives_it_back(dtype: torch.dtype) -
     averaged = AveragedMasters(net, opt, ema(0.9))
     theirs = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for number in range(4):
-        train(net, opt, range(number, number + 1))
-        averaged.update()
+        follow(net, opt, averaged, range(number, number + 1))
         theirs.update_parameters(net)
     if dtype == torch.float32:  # the same definition; torch's lerp may contract
         for name, param in theirs.module.named_parameters():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rooms import through_file
 from test_third_party import Lookahead
 from torch import nn
 from torch.optim import SGD
@@ -143,10 +143,7 @@ def test_a_chain_of_muon_and_adamw_skips_and_resumes_as_one(settings: dict[str, 
 
     model, opt = made()
     train(model, opt, range(4))
-    file = io.BytesIO()
-    torch.save([model.state_dict(), opt.state_dict()], file)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
+    weights, state = through_file([model.state_dict(), opt.state_dict()])
     other, resumed = made()
     other.load_state_dict(weights)
     resumed.load_state_dict(state)

@@ -17,7 +17,6 @@ from fp16opt.engine.diagnostics import (
     Overflow,
     SkipLog,
     describe,
-    overflows_from_flags,
     warn_cast,
     warn_model_write,
 )
@@ -59,17 +58,6 @@ def skip(skips: SkipLog, scaler: LossScaler, loss_is_finite: bool | None = None)
 ])  # fmt: skip
 def test_describe(count: int, want: str) -> None:
     assert describe([f"a{i}" for i in range(count)], limit=3) == want
-
-
-def test_overflows_from_flags() -> None:
-    flags = [0, kernels.INF, kernels.NAN, kernels.INF | kernels.NAN]
-    places = [(0, 0), (0, 1), (1, 0), (2, 5)]
-    assert overflows_from_flags(flags, list("abcd"), places) == [
-        Overflow("b", 0, 1, True, False), Overflow("c", 1, 0, False, True), Overflow("d", 2, 5, True, True),
-    ]  # fmt: skip
-    assert overflows_from_flags([0, 0], ["a", "b"], places[:2]) == []
-    with pytest.raises(ValueError, match="argument 2"):
-        overflows_from_flags([0], ["a", "b"], places[:2])
 
 
 def calibrated(scale: float = 1.0, steps: int = 10) -> SkipLog:

@@ -235,18 +235,6 @@ def test_silent_under_a_grad_scaler(kind: Any, unscales: bool, log: pytest.LogCa
     assert said(log) == []
 
 
-def test_from_the_second_step_on_nothing_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = weights()
-    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5))
-    train(opt, params, steps=1)
-
-    def looked(*_: object) -> None:
-        raise AssertionError("weights were looked at again")
-
-    monkeypatch.setattr("fp16opt.optimizer.without_scale", looked)
-    train(opt, params)
-
-
 def test_a_step_that_is_skipped_warns_too(log: pytest.LogCaptureFixture) -> None:
     params = weights()
     opt = MixedPrecisionOptimizer(SGD(params, lr=0.5))

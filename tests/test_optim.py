@@ -6,7 +6,6 @@ import ast
 import copy
 import importlib
 import inspect
-import io
 import pickle
 from collections import UserList
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine.checks import assert_same, snapshot
+from rooms import through_file
 from torch import Tensor, nn
 
 import fp16opt.optim
@@ -143,10 +143,7 @@ def test_a_configs_own_list_for_betas_becomes_a_tuple() -> None:
         net = network()
         opt = getattr(fp16opt.optim, name)(net.parameters(), lr=0.125, betas=UserList([0.75, 0.875]))
         train(opt, net, 0, 1)
-        file = io.BytesIO()
-        torch.save(opt.state_dict(), file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
+        saved = through_file(opt.state_dict())
         assert saved["optimizer"]["param_groups"][0]["betas"] == (0.75, 0.875)
 
 
@@ -201,10 +198,7 @@ def test_checkpoints_move_between_class_and_wrapper(name: str, way: str) -> None
     net = network()
     opt = first(name, net.parameters(), loss_scale=8.0)
     train(opt, net, 0, 3)
-    file = io.BytesIO()
-    torch.save({"model": net.state_dict(), "optimizer": opt.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_file({"model": net.state_dict(), "optimizer": opt.state_dict()})
     train(opt, net, 3, 6)
     other = network(seed=5)
     resumed = {"class": by_class, "wrapper": wrapped}[second](name, other.parameters(), loss_scale=8.0)
@@ -348,28 +342,24 @@ def test_masters_that_hold_more_than_the_model_are_not_made_anew() -> None:
         opt.state_dict()
 
 
-def test_released_gradients_are_not_followed() -> None:
+@pytest.mark.parametrize(
+    ("options", "dtype", "error", "message"),
+    [
+        ({"gradient_release": True}, BF16, RuntimeError, MOVED),
+        ({"fused_step": True}, torch.float64, ValueError, r"fused_step=True needs the one-pass step, .*: .*float64"),
+        ({}, torch.complex64, ValueError, r"'0\.weight'.*complex64"),
+    ],
+    ids=["released gradients", "an argument", "a dtype"],
+)
+def test_what_can_not_be_served_in_the_new_dtype_is_refused(
+    options: dict[str, Any], dtype: torch.dtype, error: type[Exception], message: str
+) -> None:
     net = network(torch.float32)
-    opt = fp16opt.optim.AdamW(net.parameters(), gradient_release=True)
-    net.to(BF16)
-    with pytest.raises(RuntimeError, match=MOVED):
-        train(opt, net, 0, 1)
-
-
-def test_what_can_not_be_served_in_the_new_dtype_is_refused_by_its_argument() -> None:
-    net = network(torch.float32)
-    opt = fp16opt.optim.AdamW(net.parameters(), fused_step=True)
-    net.double()
-    with pytest.raises(ValueError, match=r"fused_step=True needs the one-pass step, .*: .*float64"):
-        opt.state_dict()
-
-
-def test_a_dtype_that_can_not_be_served_is_refused_by_name() -> None:
-    net = nn.ParameterDict({"weight": nn.Parameter(torch.ones(4))})
-    opt = fp16opt.optim.SGD(net.named_parameters(), lr=0.5)
-    net["weight"].data = net["weight"].data.to(torch.complex64)
-    with pytest.raises(ValueError, match=r"'weight'.*complex64"):
-        opt.state_dict()
+    opt = fp16opt.optim.AdamW(net.named_parameters(), **options)
+    for param in net.parameters():
+        param.data = param.data.to(dtype)
+    with pytest.raises(error, match=message):
+        train(opt, net, 0, 1) if options.get("gradient_release") else opt.state_dict()
 
 
 # -- programs that import by a dotted name ---------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 from fractions import Fraction
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rooms import through_file
 from scalers import ODD, tell
 
 from fp16opt.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
@@ -117,13 +117,6 @@ def odd_static() -> StaticLossScaler:
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-
-
-def through_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("make", [odd_dynamic, odd_static])

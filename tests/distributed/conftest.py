@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from distributed.world import World
 
 
-@pytest.fixture(scope="session")
-def two() -> Iterator[World]:
-    """Two ranks."""
-    world = World(2)
-    yield world
-    world.stop()
+def _world(size: int) -> Any:
+    """Of so many ranks."""
+
+    @pytest.fixture(scope="session")
+    def world() -> Iterator[World]:
+        world = World(size)
+        yield world
+        world.stop()
+
+    return world
 
 
-@pytest.fixture(scope="session")
-def three() -> Iterator[World]:
-    """Three ranks."""
-    world = World(3)
-    yield world
-    world.stop()
-
-
-@pytest.fixture(scope="session")
-def four() -> Iterator[World]:
-    """Four ranks."""
-    world = World(4)
-    yield world
-    world.stop()
+two, three, four = map(_world, (2, 3, 4))

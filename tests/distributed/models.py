@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fp16opt.distributed import waiting
 
@@ -40,6 +42,36 @@ def loss_of(model: nn.Module, step: int, rank: int, poison: bool = False) -> Ten
     """A loss whose gradients are infinite where ``poison`` is set."""
     loss = (model(batch(step, rank)) - 1.0).square().mean()
     return loss * float("inf") if poison else loss
+
+
+def one_step(model: nn.Module, opt: Any, number: int, rank: int, poison: bool = False) -> None:
+    """Clear, backward and step."""
+    opt.zero_grad()
+    opt.backward(loss_of(model, number, rank, poison))
+    opt.step()
+
+
+def train(model: nn.Module, opt: Any, steps: Iterable[int]) -> None:
+    """The same batch on every rank: any number of ranks has the same gradients (halves add up exactly)."""
+    for number in steps:
+        one_step(model, opt, number, 0, poison=number == 1)
+
+
+def full(tensor: Any) -> Tensor:
+    """A copy of all of a tensor, also of one that is spread over ranks."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+class Said(logging.Handler):
+    """What is logged, without the name of the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        self.lines.append(record.getMessage().split(" [optimizer")[0])
 
 
 def gathered(tensors: list[Tensor]) -> list[list[bytes]]:

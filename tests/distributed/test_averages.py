@@ -8,15 +8,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
-from distributed.models import Net, assert_alike, batch
-from distributed.test_sharded import full, sharded, step, wrap
-from distributed.world import World, raised
-from fp16opt import AveragedMasters, MixedPrecisionOptimizer, distributed, ema
+from distributed.models import Net, assert_alike, batch, full, one_step
+from distributed.test_sharded import sharded, wrap
+from distributed.world import World, on_ranks, raised
+from fp16opt import AveragedMasters, distributed, ema
 
 STEPS = range(4)
 
@@ -28,19 +26,20 @@ def alone(norm: bool = True) -> tuple[Net, AveragedMasters]:
     distributed.attach(opt, None)
     averaged = AveragedMasters(plain, opt, ema(0.75))
     for number in STEPS:
-        step(plain, opt, number, 0)
+        one_step(plain, opt, number, 0)
         averaged.update()
     return plain, averaged
 
 
-def under_ddp(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_ddp(rank: int, size: int) -> None:
     plain, wanted = alone()
     net = Net()
     ddp = DistributedDataParallel(net)
     opt = wrap(net)
     averaged = AveragedMasters(ddp, opt, ema(0.75))
     for number in STEPS:
-        step(ddp, opt, number, 0)
+        one_step(ddp, opt, number, 0)
         averaged.update()
     found = averaged.fp32_state_dict()
     assert found.keys() == plain.state_dict().keys()
@@ -52,7 +51,7 @@ def under_ddp(rank: int, size: int) -> None:
         assert_alike(list(net.parameters()))
         assert torch.equal(net.a.weight.detach(), found["a.weight"].half())
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
-    step(ddp, opt, 9, rank)
+    one_step(ddp, opt, 9, rank)
     assert_alike(list(net.parameters()))
 
 
@@ -62,7 +61,7 @@ def under_fsdp2(rank: int, size: int, folder: str, whole_net: bool) -> None:
     opt = wrap(net)
     averaged = AveragedMasters(net, opt, ema(0.75))
     for number in STEPS:
-        step(net, opt, number, 0)
+        one_step(net, opt, number, 0)
         averaged.update()
         with torch.no_grad():
             net(batch(number, 0))  # leaves gathered weights in the outermost module
@@ -95,7 +94,7 @@ def under_fsdp2(rank: int, size: int, folder: str, whole_net: bool) -> None:
         for name, value in found.items():
             assert torch.equal(full(loaded.fp32_state_dict()[name]), full(value)), name
     assert "module.a.weight: spread over ranks" in raised(ValueError, lambda: wanted.load_state_dict(found_as(state)))
-    step(net, opt, 8, 0)
+    one_step(net, opt, 8, 0)
     averaged.update()
 
 
@@ -104,22 +103,6 @@ def found_as(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if name == "n_averaged" or isinstance(value, DTensor)}
 
 
-def under_zero(rank: int, size: int) -> None:
-    net = Net(norm=False)
-    zero = ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.1)
-    opt = MixedPrecisionOptimizer(zero, named_parameters=net.named_parameters())
-    message = raised(RuntimeError, lambda: AveragedMasters(net, opt, ema(0.5)))
-    assert "ZeroRedundancyOptimizer spreads them" in message
-
-
-def test_ddp(two: World) -> None:
-    two.run(under_ddp)
-
-
 @pytest.mark.parametrize("whole_net", [False, True])
 def test_fsdp2(two: World, tmp_path: Path, whole_net: bool) -> None:
     two.run(under_fsdp2, str(tmp_path / "averages"), whole_net)
-
-
-def test_zero_is_refused(two: World) -> None:
-    two.run(under_zero)

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Adagrad, AdamW
 
-from distributed.models import Net, assert_alike, loss_of
-from distributed.world import World, raised
+from distributed.models import Net, assert_alike, train
+from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 from fp16opt.engine.dtensors import local
 
@@ -60,14 +60,6 @@ def make(how: str, inner: Any = AdamW, norm: bool = False, **settings: Any) -> t
     # The wrapped optimizer's own step, as pieces are stepped.
     opt = MixedPrecisionOptimizer(optimizer, scaler=scaler, named_parameters=net.named_parameters(), fused_step=False)
     return model, opt
-
-
-def train(model: nn.Module, opt: Any, steps: range) -> None:
-    """The same batch on every rank: any number of ranks has the same gradients (halves add up exactly)."""
-    for step in steps:
-        opt.zero_grad()
-        opt.backward(loss_of(model, step, 0, poison=step == 1))
-        opt.step()
 
 
 def whole(model: nn.Module, opt: Any) -> dict[str, Tensor]:
@@ -131,11 +123,12 @@ def test_four_ranks_save_and_four_two_and_one_load(four: World, two: World, tmp_
     assert not differences(whole(model, opt), later)
 
 
-def by_hand(rank: int, size: int, folder: str) -> None:
+@on_ranks(2)
+def test_the_dict_goes_through_torchs_own_functions(rank: int, size: int, tmp_path: Path) -> None:
     """The dict goes through torch.distributed.checkpoint itself; a fresh optimizer gives a template."""
     for how in ("fsdp2", "none"):
         for inner, settings in ((AdamW, {"lr": LR}), (SGD, {"lr": LR, "momentum": 0.9}), (Adagrad, {"lr": LR})):
-            path = f"{folder}/{how}-{inner.__name__}"
+            path = f"{tmp_path}/{how}-{inner.__name__}"
             model, opt = make(how, inner, **settings)
             before = [p.clone() for p in opt.master_params()]
             template = distributed.state_dict(model, opt)
@@ -161,11 +154,8 @@ def by_hand(rank: int, size: int, folder: str) -> None:
             assert set(differences(whole(other, fresh), whole(model, opt))) <= set(count)
 
 
-def test_the_dict_goes_through_torchs_own_functions(two: World, tmp_path: Path) -> None:
-    two.run(by_hand, str(tmp_path))
-
-
-def filled(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_template_that_the_user_has_filled_is_loaded_whole(rank: int, size: int) -> None:
     """What a user puts into a fresh template is loaded; of one left as it was the state is left to the first step."""
     for how in ("fsdp2", "ddp"):
         model, opt = make(how)
@@ -186,20 +176,17 @@ def filled(rank: int, size: int) -> None:
                     assert torch.equal(local(kept["state"][name]["exp_avg"]), local(trained["state"][name]["exp_avg"]))
 
 
-def test_a_template_that_the_user_has_filled_is_loaded_whole(two: World) -> None:
-    two.run(filled)
-
-
-def refused_loads(rank: int, size: int, folder: str) -> None:
+@on_ranks(2)
+def test_refusals_leave_everything_as_it_was(rank: int, size: int, tmp_path: Path) -> None:
     model, opt = make("fsdp2")
     train(model, opt, range(3))
-    path = Path(folder) / "good"
+    path = tmp_path / "good"
     distributed.save(path, model, opt)
     before = whole(model, opt)
     for call in (distributed.save, distributed.save_async):
         assert "never written over" in raised(FileExistsError, lambda c=call: c(path, model, opt))
     cases: list[tuple[type[Exception], str, Any]] = [
-        (FileNotFoundError, "no complete checkpoint", lambda: distributed.load(f"{folder}/none", model, opt)),
+        (FileNotFoundError, "no complete checkpoint", lambda: distributed.load(f"{tmp_path}/none", model, opt)),
         (TypeError, "expected a torch.nn.Module", lambda: distributed.load(path, None, opt)),
         (TypeError, "expected a fp16opt", lambda: distributed.load(path, model, opt.optimizer)),
         (
@@ -211,26 +198,21 @@ def refused_loads(rank: int, size: int, folder: str) -> None:
         (ValueError, "lacks 'masters'", lambda: distributed.load_state_dict(model, opt, {})),
     ]
     sd = distributed.state_dict(model, opt)
-    short = {**sd, "masters": {k: v for k, v in sd["masters"].items() if k != "b.bias"}}
-    cases.append((ValueError, "masters lacks 'b.bias'", lambda: distributed.load_state_dict(model, opt, short)))
-    wrong = {**sd, "masters": {**sd["masters"], "b.bias": torch.zeros(4)}}
-    cases.append((ValueError, r"got torch.float32 [4]", lambda: distributed.load_state_dict(model, opt, wrong)))
-    text = {**sd, "masters": {**sd["masters"], "b.bias": "zero"}}
-    cases.append((TypeError, "must be a tensor, got str", lambda: distributed.load_state_dict(model, opt, text)))
-    flat = {**sd, "masters": []}
-    cases.append((TypeError, "masters must be a dict", lambda: distributed.load_state_dict(model, opt, flat)))
-    for count, error in ((-1, ValueError), ("1", TypeError)):
-        many = {**sd, "counts": {"steps": 2, "skipped_steps": count}}
-        cases.append((error, "skipped_steps must be", lambda m=many: distributed.load_state_dict(model, opt, m)))
-    listed = {**sd, "counts": [2, 1]}
-    cases.append((TypeError, "counts must be a dict", lambda: distributed.load_state_dict(model, opt, listed)))
-    one = {**sd, "param_groups": sd["param_groups"][:1]}
-    cases.append((ValueError, "a list of 2 groups, got 1", lambda: distributed.load_state_dict(model, opt, one)))
-    swapped = {**sd, "param_groups": sd["param_groups"][::-1]}
-    message = "group 0: state_dict has the parameter 'a.bias'"
-    cases.append((ValueError, message, lambda: distributed.load_state_dict(model, opt, swapped)))
-    static = {**sd, "scaler": {"kind": "static"}}
-    cases.append((ValueError, "", lambda: distributed.load_state_dict(model, opt, static)))
+    masters, groups = sd["masters"], sd["param_groups"]
+    changes: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "masters lacks 'b.bias'", {"masters": {k: v for k, v in masters.items() if k != "b.bias"}}),
+        (ValueError, "got torch.float32 [4]", {"masters": {**masters, "b.bias": torch.zeros(4)}}),
+        (TypeError, "must be a tensor, got str", {"masters": {**masters, "b.bias": "zero"}}),
+        (TypeError, "masters must be a dict", {"masters": []}),
+        (ValueError, "skipped_steps must be", {"counts": {"steps": 2, "skipped_steps": -1}}),
+        (TypeError, "skipped_steps must be", {"counts": {"steps": 2, "skipped_steps": "1"}}),
+        (TypeError, "counts must be a dict", {"counts": [2, 1]}),
+        (ValueError, "a list of 2 groups, got 1", {"param_groups": groups[:1]}),
+        (ValueError, "group 0: state_dict has the parameter 'a.bias'", {"param_groups": groups[::-1]}),
+        (ValueError, "", {"scaler": {"kind": "static"}}),
+    ]
+    for error, wanted, change in changes:
+        cases.append((error, wanted, lambda c=change: distributed.load_state_dict(model, opt, {**sd, **c})))
     for error, wanted, call in cases:
         assert wanted in raised(error, call), wanted
     assert not differences(whole(model, opt), before)
@@ -255,10 +237,6 @@ def refused_loads(rank: int, size: int, folder: str) -> None:
             train(model, opt, range(1))
 
 
-def test_refusals_leave_everything_as_it_was(two: World, tmp_path: Path) -> None:
-    two.run(refused_loads, str(tmp_path))
-
-
 def flip(file: Path, place: int) -> None:
     """Flip a bit of a file's byte; twice, and it is as it was."""
     content = bytearray(file.read_bytes())
@@ -266,14 +244,15 @@ def flip(file: Path, place: int) -> None:
     file.write_bytes(content)
 
 
-def damaged(rank: int, size: int, folder: str) -> None:
+@on_ranks(2)
+def test_what_is_not_whole_is_passed_over(rank: int, size: int, tmp_path: Path) -> None:
     """latest passes over what is not whole; load says so on every rank."""
     model, opt = make("ddp")
     train(model, opt, range(2))
-    paths = [Path(folder) / f"step{k}" for k in range(4)]
+    paths = [tmp_path / f"step{k}" for k in range(4)]
     for path in paths:
         distributed.save(path, model, opt)
-    assert distributed.latest(folder) == paths[3]
+    assert distributed.latest(tmp_path) == paths[3]
     dist.barrier()
     if rank == 0:
         data = next(paths[3].glob("*.distcp"))
@@ -281,9 +260,9 @@ def damaged(rank: int, size: int, folder: str) -> None:
         (paths[2] / "fp16opt.json").unlink()
         manifest = json.loads((paths[1] / "fp16opt.json").read_text())
         (paths[1] / "fp16opt.json").write_text(json.dumps({**manifest, "format": 99}))
-        (Path(folder) / "notes.txt").write_text("no checkpoint")
+        (tmp_path / "notes.txt").write_text("no checkpoint")
     dist.barrier()
-    assert distributed.latest(folder) == paths[0]
+    assert distributed.latest(tmp_path) == paths[0]
     for path, wanted in zip(
         paths[1:], ("expected format 1, got 99", "no complete checkpoint", "another size"), strict=True
     ):
@@ -302,42 +281,36 @@ def damaged(rank: int, size: int, folder: str) -> None:
         dist.barrier()
     distributed.load(paths[0], model, opt)
     # A file that can't be written on one rank: all ranks raise, and nothing is left.
-    target = Path(folder) / "blocked" / "step"
+    target = tmp_path / "blocked" / "step"
     if rank == 0:
-        target.parent.write_text("a file where a folder should be")
+        target.parent.write_text("a file where a tmp_path should be")
     dist.barrier()
     raised(RuntimeError, lambda: distributed.save(target, model, opt))
     if rank == 0:
-        (Path(folder) / "empty").mkdir()
+        (tmp_path / "empty").mkdir()
     dist.barrier()
-    assert distributed.latest(Path(folder) / "empty") is None
-    assert not [p for p in Path(folder).iterdir() if p.name.endswith(".partial")]
+    assert distributed.latest(tmp_path / "empty") is None
+    assert not [p for p in tmp_path.iterdir() if p.name.endswith(".partial")]
 
 
-def test_what_is_not_whole_is_passed_over(two: World, tmp_path: Path) -> None:
-    two.run(damaged, str(tmp_path))
-
-
-def overlapping(rank: int, size: int, folder: str) -> None:
+@on_ranks(2)
+def test_saving_while_training(rank: int, size: int, tmp_path: Path) -> None:
     """Training goes on while a thread writes what was there when save_async was called."""
     model, opt = make("fsdp2")
     train(model, opt, range(3))
     saved = whole(model, opt)
-    pending = distributed.save_async(Path(folder) / "early", model, opt)
+    pending = distributed.save_async(tmp_path / "early", model, opt)
     train(model, opt, range(3, 12))
     pending.result(30)
     assert pending.done()
-    assert distributed.latest(folder) == Path(folder) / "early"
+    assert distributed.latest(tmp_path) == tmp_path / "early"
     assert differences(whole(model, opt), saved)
-    distributed.load(Path(folder) / "early", model, opt)
+    distributed.load(tmp_path / "early", model, opt)
     assert not differences(whole(model, opt), saved)
 
 
-def test_saving_while_training(two: World, tmp_path: Path) -> None:
-    two.run(overlapping, str(tmp_path))
-
-
-def full_weights(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_full_fp32_weights_on_rank_0(rank: int, size: int) -> None:
     """On rank 0 whole FP32 weights under every name, whatever the sharding."""
     found = []
     for how in HOWS:
@@ -357,10 +330,6 @@ def full_weights(rank: int, size: int) -> None:
             sd["a.weight"].zero_()
     assert bool(next(iter(make("none")[1].master_params())).any())
     assert_alike([torch.ones(1)])
-
-
-def test_full_fp32_weights_on_rank_0(two: World) -> None:
-    two.run(full_weights)
 
 
 def test_without_a_process_group(tmp_path: Path) -> None:

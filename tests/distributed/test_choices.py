@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
-from distributed.models import Net, assert_alike, loss_of
-from distributed.world import World, raised
+from distributed.models import Net, assert_alike, full, loss_of
+from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 
 CHOICES: tuple[dict[str, Any], ...] = (
@@ -51,13 +50,9 @@ def train(model: nn.Module, opt: Any, rank: int, poison: Any = (), micro: int = 
         assert opt.step_was_skipped == any(step == at for at, _ in poison), step
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def values(net: nn.Module, opt: Any) -> list[Tensor]:
     state = [v for entry in opt.state.values() for v in entry.values()]
-    return [whole(t) for t in (*opt.master_params(), *net.parameters(), *state, opt.scaler.scale)]
+    return [full(t) for t in (*opt.master_params(), *net.parameters(), *state, opt.scaler.scale)]
 
 
 def under_ddp(rank: int, size: int, rows: list[Any]) -> None:
@@ -90,7 +85,8 @@ def test_fused_steps_and_split_masters_under_ddp(two: World, trained: Any) -> No
     two.run(under_ddp, [row for row in rows if row[0] == trained])
 
 
-def drift(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_drifting_split_masters_are_named(rank: int, size: int) -> None:
     """A split master is a weight and a remainder: either may differ."""
     for where in ("weight", "remainder"):
         net = Net()
@@ -110,11 +106,8 @@ def drift(rank: int, size: int) -> None:
         assert "the master of 'b.weight' differs between rank 0 and rank 1 (1 differ in all)" in message, message
 
 
-def test_drifting_split_masters_are_named(two: World) -> None:
-    two.run(drift)
-
-
-def under_sharding(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_sharded_training_refuses_what_it_cannot_serve(rank: int, size: int) -> None:
     """ "auto" steps as without; what can't be served is refused, and the optimizer is left as it was."""
     made = []
     for options in ({}, {"fused_step": "auto"}):
@@ -156,11 +149,8 @@ def under_sharding(rank: int, size: int) -> None:
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
 
 
-def test_sharded_training_refuses_what_it_cannot_serve(two: World) -> None:
-    two.run(under_sharding)
-
-
-def in_eight_bits(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_eight_bits_under_ddp_and_a_compact_checkpoint(rank: int, size: int) -> None:
     """Ranks round alike, by index and step; codes that one rank saves go on on both, bit for bit."""
     ends = []
     for resumes in (False, True):
@@ -186,7 +176,3 @@ def in_eight_bits(rank: int, size: int) -> None:
         ends.append([*net.parameters(), *(v.float() for v in state)])
         assert_alike([t.detach() for t in ends[-1]])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
-def test_eight_bits_under_ddp_and_a_compact_checkpoint(two: World) -> None:
-    two.run(in_eight_bits)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
-from distributed.models import Net, loss_of
+from distributed.models import Net, full, loss_of
 from distributed.world import World, raised
 from fp16opt import MixedPrecisionOptimizer, distributed, load_foreign
 
@@ -38,16 +38,12 @@ def made(dtype: torch.dtype, size: int, value: float = 0.0) -> tuple[nn.Module, 
     return net, AdamW([{"params": weights, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
 
 
-def whole(value: Any) -> Tensor:
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
-
-
 def everything(net: nn.Module, optimizer: Any) -> list[Tensor]:
     """Weights as they are stepped, moments and counts, by the model's order."""
     is_wrapped = isinstance(optimizer, MixedPrecisionOptimizer)
     held = distributed.state_dict(net, optimizer)["masters"] if is_wrapped else dict(net.named_parameters())
     state = [optimizer.state[p][key] for p in net.parameters() for key in ("exp_avg", "exp_avg_sq", "step")]
-    return [whole(value) for value in (*(held[name] for name, _ in net.named_parameters()), *state)]
+    return [full(value) for value in (*(held[name] for name, _ in net.named_parameters()), *state)]
 
 
 def there_and_back(rank: int, size: int, folder: str, options: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
 from distributed.models import HALF, Net, assert_alike, batch, loss_of
-from distributed.world import World, raised
+from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 
 
@@ -73,7 +73,8 @@ def test_four_ranks_too(four: World) -> None:
     four.run(long_run, torch.float16, 60)
 
 
-def count_messages(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_no_message_besides_the_gradients(rank: int, size: int) -> None:
     """The wrapper's step, clip and all, sends what a plain DDP step sends."""
     _, ddp, opt = make()
     plain = DDP(Net())
@@ -103,10 +104,6 @@ def sent(work: Any) -> dict[str, int]:
         if event.name.startswith("c10d::"):
             found[event.name] = found.get(event.name, 0) + 1
     return found
-
-
-def test_no_message_besides_the_gradients(two: World) -> None:
-    two.run(count_messages)
 
 
 def grads_of(net: nn.Module, x: Tensor, scale: float) -> list[Tensor]:
@@ -163,7 +160,8 @@ def test_fp32_sums_under_no_sync_are_averaged_once(two: World, view: bool, synce
     two.run(accumulate, {"gradient_as_bucket_view": view}, synced_last)
 
 
-def accumulate_in_model(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_gradients_made_under_no_sync_wait_for_their_reduction(rank: int, size: int) -> None:
     """grad_accumulation="model": under no_sync nothing is unscaled, with or without update_master_grads=False."""
     made = [make() for _ in range(2)]
     for step in range(3):
@@ -180,11 +178,8 @@ def accumulate_in_model(rank: int, size: int) -> None:
     assert_alike(values(made[0][2]))
 
 
-def test_gradients_made_under_no_sync_wait_for_their_reduction(two: World) -> None:
-    two.run(accumulate_in_model)
-
-
-def blame(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_the_scaler_whose_loss_overflowed_backs_off(rank: int, size: int) -> None:
     """Of two scalers in one step only the one whose loss overflowed backs off, on every rank."""
     _, ddp, opt = make(grad_accumulation="fp32", every=1)
     other = DynamicLossScaler(init_scale=2.0**4)
@@ -208,11 +203,8 @@ def blame(rank: int, size: int) -> None:
     assert opt.loss_scale == 0.5
 
 
-def test_the_scaler_whose_loss_overflowed_backs_off(two: World) -> None:
-    two.run(blame)
-
-
-def compiled(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_compiled_module(rank: int, size: int) -> None:
     """torch.compile around DDP: the same module to attach, and forward still says what is local."""
     net, ddp, opt = make(attached=False, net=Net(norm=False), grad_accumulation="fp32")
     model = torch.compile(ddp, backend="eager")
@@ -227,11 +219,8 @@ def compiled(rank: int, size: int) -> None:
     assert set(distributed.state_dict(model, opt)["masters"]) == {name for name, _ in net.named_parameters()}
 
 
-def test_a_compiled_module(two: World) -> None:
-    two.run(compiled)
-
-
-def overflow_while_folding(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_an_overflow_in_a_local_sum_is_everybodys(rank: int, size: int) -> None:
     """An inf under no_sync on one rank alone skips on both; so does one in the synced backward."""
     _, ddp, opt = make(grad_accumulation="fp32", every=1)
     for step in range(4):
@@ -243,10 +232,6 @@ def overflow_while_folding(rank: int, size: int) -> None:
         assert opt.step_was_skipped == (step in (1, 2)), step
         assert bool(opt.overflow_report()) == (step in (1, 2))
     assert_alike(values(opt))
-
-
-def test_an_overflow_in_a_local_sum_is_everybodys(two: World) -> None:
-    two.run(overflow_while_folding)
 
 
 class TwoHeads(nn.Module):
@@ -261,7 +246,8 @@ class TwoHeads(nn.Module):
         return self.heads[head](x.half()).float()
 
 
-def unused(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_unused_parameters(rank: int, size: int) -> None:
     net, ddp, opt = make(net=TwoHeads(), unused=True, inner=None)
     before = [p.detach().clone() for p in net.heads[2].parameters()]
     for step in range(4):
@@ -284,11 +270,8 @@ def unused(rank: int, size: int) -> None:
     assert len(opt.state) == 4
 
 
-def test_unused_parameters(two: World) -> None:
-    two.run(unused)
-
-
-def variants(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_bucket_views_and_static_graphs_change_nothing(rank: int, size: int) -> None:
     """DDP's ways of keeping gradients change no bit."""
     wanted = None
     for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
@@ -325,11 +308,8 @@ def variants(rank: int, size: int) -> None:
         opt.zero_grad(set_to_none=bool(step % 2))
 
 
-def test_bucket_views_and_static_graphs_change_nothing(two: World) -> None:
-    two.run(variants)
-
-
-def edits(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_edits_are_told_from_gradients_that_ddp_moves(rank: int, size: int) -> None:
     """Where DDP moves gradients into its buckets nothing is raised; an edit raises as ever, until it is taken."""
     for view in (False, True):
         for update in (False, True):
@@ -358,11 +338,8 @@ def edits(rank: int, size: int) -> None:
     )
 
 
-def test_edits_are_told_from_gradients_that_ddp_moves(two: World) -> None:
-    two.run(edits)
-
-
-def compression(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_compression_hooks(rank: int, size: int) -> None:
     """fp16 compression works; PowerSGD forgets what was not finite, on every rank."""
     _, ddp, opt = make()
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -386,11 +363,8 @@ def compression(rank: int, size: int) -> None:
     assert state.error_dict, "PowerSGD was compressing"
 
 
-def test_compression_hooks(two: World) -> None:
-    two.run(compression)
-
-
-def uneven(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_uneven_inputs(rank: int, size: int) -> None:
     """With the optimizer Join raises; without it the attached module's forward does, before ranks drift apart."""
     _, ddp, opt = make()
     assert "Even out the inputs" in raised(RuntimeError, lambda: Join([ddp, opt]))
@@ -407,11 +381,8 @@ def uneven(rank: int, size: int) -> None:
     assert_alike(values(opt))
 
 
-def test_uneven_inputs(two: World) -> None:
-    two.run(uneven)
-
-
-def refusals(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_refusals_are_heard_on_every_rank(rank: int, size: int) -> None:
     net, ddp, opt = make(attached=False, grad_accumulation="fp32")
     before = [v.clone() for v in values(opt)]
     message = raised(RuntimeError, lambda: opt.backward(loss_of(ddp, 0, rank)))
@@ -447,27 +418,12 @@ def refusals(rank: int, size: int) -> None:
     assert_alike(list(ddp.parameters()))
 
 
-def test_refusals_are_heard_on_every_rank(two: World) -> None:
-    two.run(refusals)
-
-
-def drift(rank: int, size: int) -> None:
-    _, ddp, opt = make(every=2)
-    train(rank, ddp, opt, range(2))
-    masters = list(opt.master_params())
-    with torch.no_grad():
-        masters[4][0, 0] += 1e-6 * rank
-    train(rank, ddp, opt, range(2, 3))
-    message = raised(RuntimeError, lambda: train(rank, ddp, opt, range(3, 4)))
-    assert "the master of 'b.weight' differs between rank 0 and rank 1" in message, message
+@on_ranks(2)
+def test_a_loss_scaler_that_drifts_is_named(rank: int, size: int) -> None:
     net = Net()
     _, ddp, opt = make(every=1, net=net, inner=SGD(net.parameters(), lr=0.0))
     opt.scaler.set_scale(128.0 if rank else 64.0)
     assert "the loss scaler differs" in raised(RuntimeError, lambda: train(rank, ddp, opt, range(1)))
-
-
-def test_a_rank_that_drifts_is_named(two: World) -> None:
-    two.run(drift)
 
 
 def test_attach_without_a_process_group() -> None:
@@ -492,7 +448,9 @@ def count_ranks(rank: int, size: int) -> int:
     return size
 
 
-def named_by_module(rank: int, size: int, shared: bool) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+@on_ranks(2)
+def test_attaching_a_module_gives_names(rank: int, size: int, shared: bool) -> None:
     """Wrapped without names: messages have those of the attached module, of parameters on other ranks too."""
     net = nn.Sequential(OrderedDict(fc=nn.Linear(16, 3, dtype=HALF), out=nn.Linear(3, 2, dtype=HALF)))
     ddp = DDP(net)
@@ -522,8 +480,3 @@ def skipped(opt: Any) -> list[Any]:
     with contextlib.suppress(RuntimeError):  # the ranks are still apart
         opt.step()
     return opt.overflow_report()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_attaching_a_module_gives_names(two: World, shared: bool) -> None:
-    two.run(named_by_module, shared)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import math
 import os
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_deltas import sent
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,15 +23,27 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from distributed.models import Net, loss_of
-from distributed.world import World, raised
+from distributed.models import Net, full, loss_of, one_step
+from distributed.world import World, on_ranks, raised
 from fp16opt import MixedPrecisionOptimizer, WeightDelta, digests, distributed
 from fp16opt.engine.dtensors import local
 from fp16opt.engine.modes.regions import Region
 
 SYNCS = int(os.environ.get("FP16OPT_DELTA_SYNCS", "6"))
 """Of each random walk."""
-WAYS = ["ddp", "zero", "fsdp2", "hsdp", "tensor parallel"]
+by_way = pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        (way, options)
+        for way in ("ddp", "zero", "fsdp2", "hsdp", "tensor parallel")
+        for options in (
+            {"fused_step": True},
+            {"fused_step": False},
+            {"master_weights": "split24", "optimizer_state": "8bit"},
+        )
+        if way != "zero" or "fused_step" in options  # ZeRO takes full masters and FP32 state
+    ],
+)
 STEPS = 3
 
 
@@ -55,8 +67,8 @@ def net_for(way: str) -> Net:
     return net
 
 
-def train(rank: int, size: int, way: str, options: dict[str, Any], folder: str) -> list[list[str]]:
-    """Steps, with an overflow among them; each one's delta, gathered, goes into a file, and the whole weights too."""
+def tracked(way: str, options: dict[str, Any], size: int) -> tuple[nn.Module, Any, MixedPrecisionOptimizer]:
+    """(a model laid out over the ranks, what to call, its optimizer)."""
     torch.manual_seed(0)
     net = placed(way, net_for(way), size)
     optimizer: Any = (
@@ -67,6 +79,12 @@ def train(rank: int, size: int, way: str, options: dict[str, Any], folder: str) 
     if way in ("ddp", "zero"):
         model = DistributedDataParallel(net)
         distributed.attach(opt, model)
+    return net, model, opt
+
+
+def train(rank: int, size: int, way: str, options: dict[str, Any], folder: str) -> list[list[str]]:
+    """Steps, with an overflow among them; each one's delta, gathered, goes into a file, and the whole weights too."""
+    net, model, opt = tracked(way, options, size)
     names = []
     for number in range(STEPS):
         opt.zero_grad()
@@ -86,11 +104,6 @@ def train(rank: int, size: int, way: str, options: dict[str, Any], folder: str) 
             torch.save(whole, f"{folder}/{number}.pt")
             names.append(delta.names())
     return names
-
-
-def full(value: Any) -> torch.Tensor:
-    value = value.detach()
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
 
 
 def sample(rank: int, size: int, way: str, trained: str, folder: str) -> None:
@@ -130,17 +143,10 @@ def whole_into(net: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, Any]
     }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"fused_step": True}, {"fused_step": False}, {"master_weights": "split24", "optimizer_state": "8bit"}],
-    ids=["one pass", "wrapped", "split24, 8-bit"],
-)
-@pytest.mark.parametrize("way", WAYS)
+@by_way
 def test_two_ranks_to_three_to_one(
     way: str, options: dict[str, Any], two: World, three: World, four: World, tmp_path: Path
 ) -> None:
-    if way == "zero" and "fused_step" not in options:
-        pytest.skip("ZeRO takes full masters and FP32 state")
     names = (four if way == "hsdp" else two).run(train, way, options, str(tmp_path))[0]
     assert {"a.weight", "b.bias"} <= set(names[0])
     assert not names[1], "the step was skipped"
@@ -154,7 +160,8 @@ def test_two_ranks_to_three_to_one(
             assert torch.equal(sampler.state_dict()[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
 
 
-def merge_parts(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_parts_are_merged(rank: int, size: int) -> None:
     """Parts are merged before they are brought together, and ranks with different numbers are refused."""
     torch.manual_seed(0)
     net = placed("fsdp2", Net(), size)
@@ -162,14 +169,9 @@ def merge_parts(rank: int, size: int) -> None:
     opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-3), track_changes=True)
     parts = []
     for number in range(3):
-        opt.zero_grad()
-        opt.backward(loss_of(net, number, rank))
-        opt.step()
+        one_step(net, opt, number, rank)
         parts.append(opt.take_delta(net))
-    file = io.BytesIO()
-    WeightDelta.merge(parts).save(file)
-    file.seek(0)
-    merged = WeightDelta.load(file).gather(dst=1)
+    merged = sent(WeightDelta.merge(parts)).gather(dst=1)
     whole = {name: full(value) for name, value in net.state_dict().items()}
     if merged is not None:
         merged.apply_(sampler)
@@ -191,7 +193,8 @@ def lonely(part: WeightDelta) -> None:
     joined([part.changes])
 
 
-def local_indices(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_local_indices_in_place_of_global_ones_are_noticed(rank: int, size: int) -> None:
     """A break on purpose: places in the piece for indices in the whole. The delta is refused, nothing is lost."""
     torch.manual_seed(0)
     net = placed("fsdp2", Net(), size)
@@ -210,14 +213,6 @@ def local_indices(rank: int, size: int) -> None:
     if delta is not None:  # digests, which know the first index of a run of rows, are right
         assert "would not get the values of the trained model" in raised(ValueError, lambda: delta.apply_(sampler))
         assert all(torch.equal(sampler.state_dict()[name], value) for name, value in before.items())
-
-
-def test_local_indices_in_place_of_global_ones_are_noticed(two: World) -> None:
-    two.run(local_indices)
-
-
-def test_parts_are_merged(two: World) -> None:
-    two.run(merge_parts)
 
 
 # -- patches: each rank gives those of its pieces ----------------------------------------------------------------------
@@ -247,16 +242,7 @@ def theirs_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def walk(rank: int, size: int, way: str, options: dict[str, Any], seed: int, syncs: int) -> int:
     """Random syncs: steps, overflows, writes, loads and resumes; all ranks' patches together make a sampler equal."""
     rng = random.Random(seed)  # the same on all ranks
-    torch.manual_seed(0)
-    net = placed(way, net_for(way), size)
-    optimizer: Any = (
-        ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-3) if way == "zero" else AdamW(net.parameters(), lr=1e-3)
-    )
-    opt = MixedPrecisionOptimizer(optimizer, track_changes=True, loss_scale=128.0, **options)
-    model: Any = net
-    if way in ("ddp", "zero"):
-        model = DistributedDataParallel(net)
-        distributed.attach(opt, model)
+    net, model, opt = tracked(way, options, size)
     theirs, number = theirs_of({name: full(value) for name, value in net.state_dict().items()}), itertools.count()
     saved: list[Any] = []
     for _ in range(syncs):
@@ -294,27 +280,17 @@ def walk(rank: int, size: int, way: str, options: dict[str, Any], seed: int, syn
     return syncs
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"fused_step": True}, {"fused_step": False}, {"master_weights": "split24", "optimizer_state": "8bit"}],
-    ids=["one pass", "wrapped", "split24, 8-bit"],
-)
-@pytest.mark.parametrize("way", WAYS)
+@by_way
 def test_random_syncs_by_patches_of_all_ranks(way: str, options: dict[str, Any], two: World, four: World) -> None:
-    if way == "zero" and "fused_step" not in options:
-        pytest.skip("ZeRO takes full masters and FP32 state")
     world, each = four if way == "hsdp" else two, 6
     done = [world.run(walk, way, options, seed, each)[0] for seed in range(math.ceil(SYNCS / each))]
     assert sum(done) >= SYNCS
 
 
-def refuse_other_numbers(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_other_numbers_on_other_ranks_are_refused(rank: int, size: int) -> None:
     net = placed("fsdp2", Net(), size)
     opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-3), track_changes=True)
     deltas = [opt.take_delta(net) for _ in range(2)]
     match = "distinct: ranks have deltas with the numbers [1, 2]. Take them at the same steps"
     assert match in raised(ValueError, lambda: deltas[rank].distinct())
-
-
-def test_other_numbers_on_other_ranks_are_refused(two: World) -> None:
-    two.run(refuse_other_numbers)

@@ -16,9 +16,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from distributed.models import Net, loss_of
+from distributed.models import Net, loss_of, one_step
 from distributed.test_sharded import sharded
-from distributed.world import World, raised
+from distributed.world import World, on_ranks, raised
 from fp16opt import MixedPrecisionOptimizer, distributed
 from fp16opt.distributed.settings import Settings, shown
 
@@ -57,7 +57,9 @@ def made(how: str) -> tuple[nn.Module, Any]:
     return (DistributedDataParallel(net) if how == "zero" else net), opt
 
 
-def drifts(rank: int, size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["fsdp2", "zero"])
+@on_ranks(2)
+def test_what_one_rank_does_otherwise_all_hear_of(rank: int, size: int, how: str) -> None:
     for name, (change, wanted) in CASES.items():
         net, opt = made(how)
         for number in range(3):
@@ -76,15 +78,8 @@ def drifts(rank: int, size: int, how: str) -> None:
         assert wanted in message, (name, message)
         assert all(torch.equal(p, end) for p, end in zip(net.parameters(), ends, strict=True)), name
         opt.param_groups[0].update(lr=1e-2, betas=(0.9, 0.999))  # mended on both ranks, the step is made
-        opt.zero_grad()
-        opt.backward(loss_of(net, 3, rank))
-        opt.step()
+        one_step(net, opt, 3, rank)
         assert not all(torch.equal(p, end) for p, end in zip(net.parameters(), ends, strict=True)), name
-
-
-@pytest.mark.parametrize("how", ["fsdp2", "zero"])
-def test_what_one_rank_does_otherwise_all_hear_of(two: World, how: str) -> None:
-    two.run(drifts, how)
 
 
 def leaves_out(rank: int, size: int) -> None:
@@ -112,7 +107,9 @@ def test_a_step_that_one_rank_leaves_out_is_told_by_all(two: World) -> None:
     two.run(leaves_out)
 
 
-def has_none(rank: int, size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["fsdp2", "zero", "meshes", "group"])
+@on_ranks(2)
+def test_a_rank_without_gradients_is_named_by_all(rank: int, size: int, how: str) -> None:
     """Rank 1 has cleared its gradients, and its pieces would stay a step behind; next to others' zeros as well."""
     meshes = [init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "shards")), init_device_mesh("cpu", (size,))]
     net, opt = made(how) if how in ("fsdp2", "zero") else (Net(norm=False), None)
@@ -148,12 +145,9 @@ def has_none(rank: int, size: int, how: str) -> None:
     assert opt.stats()["steps"] == 2
 
 
-@pytest.mark.parametrize("how", ["fsdp2", "zero", "meshes", "group"])
-def test_a_rank_without_gradients_is_named_by_all(two: World, how: str) -> None:
-    two.run(has_none, how)
-
-
-def agrees(rank: int, size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["fsdp2", "zero"])
+@on_ranks(2)
+def test_what_may_differ_between_ranks(rank: int, size: int, how: str) -> None:
     """What may differ: how many micro-batches a rank adds up, and the last bits of a setting."""
     net, opt = made(how)
     for number in range(3):
@@ -167,11 +161,6 @@ def agrees(rank: int, size: int, how: str) -> None:
         opt.param_groups[0]["lr"] = math.nextafter(0.01, 1.0) if rank else 0.01
         opt.step()
     assert opt.stats()["steps_taken"] == 3
-
-
-@pytest.mark.parametrize("how", ["fsdp2", "zero"])
-def test_what_may_differ_between_ranks(two: World, how: str) -> None:
-    two.run(agrees, how)
 
 
 class Estimating(SGD):
@@ -188,7 +177,8 @@ class Estimating(SGD):
         return super().step(closure)
 
 
-def estimates(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_values_that_each_rank_keeps_in_its_groups(rank: int, size: int) -> None:
     """What steps write to groups is no setting; a setting that differs is told of all the same."""
     net = Net(norm=False)
     ddp = DistributedDataParallel(net)
@@ -196,9 +186,7 @@ def estimates(rank: int, size: int) -> None:
     opt = MixedPrecisionOptimizer(inner, named_parameters=net.named_parameters(), loss_scale=8.0)
     distributed.attach(opt, ddp, verify_ranks_every=1)
     for number in range(4):
-        opt.zero_grad()
-        opt.backward(loss_of(ddp, number, rank))
-        opt.step()
+        one_step(ddp, opt, number, rank)
         if number == 2:
             distributed.attach(opt, ddp, verify_ranks_every=1)
     everyone: list[Any] = [None] * size
@@ -211,10 +199,6 @@ def estimates(rank: int, size: int) -> None:
     assert DRIFT + "group 0 with lr=0.01, rank 1 has group 0 with lr=0.02" in raised(RuntimeError, opt.step)
 
 
-def test_values_that_each_rank_keeps_in_its_groups(two: World) -> None:
-    two.run(estimates)
-
-
 def test_a_setting_in_words() -> None:
     assert shown(0.1) == shown(math.nextafter(0.1, 1.0)) == "0.1"
     assert shown(-0.0) == shown(0.0) == "0"
@@ -224,7 +208,8 @@ def test_a_setting_in_words() -> None:
     assert shown(None) == "None"
 
 
-def drifts_under_ddp(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_settings_under_ddp(rank: int, size: int) -> None:
     """DDP sends nothing for the optimizer: settings are compared where masters are."""
     net = Net()
     ddp, opt = DistributedDataParallel(net), MixedPrecisionOptimizer(SGD(net.parameters(), lr=0.1))
@@ -232,9 +217,7 @@ def drifts_under_ddp(rank: int, size: int) -> None:
 
     def steps(numbers: range) -> None:
         for number in numbers:
-            opt.zero_grad()
-            opt.backward(loss_of(ddp, number, rank))
-            opt.step()
+            one_step(ddp, opt, number, rank)
 
     steps(range(2))
     opt.param_groups[0]["lr"] = (0.1, 0.2)[rank]
@@ -242,11 +225,8 @@ def drifts_under_ddp(rank: int, size: int) -> None:
     assert DRIFT + "group 0 with lr=0.1, rank 1 has group 0 with lr=0.2. Weights may differ by now" in message, message
 
 
-def test_settings_under_ddp(two: World) -> None:
-    two.run(drifts_under_ddp)
-
-
-def mean_of_three(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_a_rank_between_the_others(rank: int, size: int) -> None:
     """A number that is the mean of all would go unseen in a sum on its rank: squares are sent too."""
     net, opt = made("fsdp2")
     for number in range(2):
@@ -264,11 +244,8 @@ def mean_of_three(rank: int, size: int) -> None:
     assert DRIFT + "group 0 with lr=0.01, rank 1 has group 0 with lr=0.02" in message, message
 
 
-def test_a_rank_between_the_others(three: World) -> None:
-    three.run(mean_of_three)
-
-
-def copies_drift(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_copies_of_pieces_that_drift_apart(rank: int, size: int) -> None:
     """Copies of pieces on two ranks: along a dimension that repeats them, or that their own mesh lacks."""
     for masters, way in itertools.product(("full", "split"), ("hsdp", "experts", "part of a mesh")):
         net, flat = Net(norm=False), init_device_mesh("cpu", (size,))
@@ -295,7 +272,3 @@ def copies_drift(rank: int, size: int) -> None:
         message = raised(RuntimeError, lambda step=step: step(3))
         wanted = "ranks drifted apart: the master of 'a.weight' differs between rank 0 and rank 1 (1 differ in all)"
         assert wanted in message, (masters, way, message)
-
-
-def test_copies_of_pieces_that_drift_apart(two: World) -> None:
-    two.run(copies_drift)

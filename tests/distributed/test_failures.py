@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,48 +17,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
-import fp16opt
 from distributed.models import Net, loss_of
-from distributed.world import World, raised
+from distributed.world import World, raised, torchrun
 from fp16opt import MixedPrecisionOptimizer, distributed
 
 SCRIPT = Path(__file__).with_name("failing.py")
 
 
-def torchrun(folder: Path, trouble: str, restarts: int, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
-    """The script on two ranks. A group of its own, so that a timeout ends all of it."""
+def failing(folder: Path, trouble: str, restarts: int) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
-    roots = [str(Path(fp16opt.__file__).parents[1]), *sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [f"--max-restarts={restarts}", "--monitor-interval=0.2", str(SCRIPT), str(folder), trouble]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        cwd=folder,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait()
-    return subprocess.CompletedProcess(command, process.returncode, output, "")
+    return torchrun(folder, SCRIPT, str(folder), trouble, restarts=restarts)
 
 
 @pytest.mark.slow
 def test_elastic_restarts_go_on_bit_for_bit(tmp_path: Path) -> None:
     """Killed in a step or in a save, restarted by torchrun: the end is that of a training without trouble."""
-    done = torchrun(tmp_path / "calm", "none", 0)
+    done = failing(tmp_path / "calm", "none", 0)
     assert done.returncode == 0, done.stdout
     first, wanted = torch.load(tmp_path / "calm" / "result.pt")
     assert first == 0
     for trouble in ("step", "save"):
-        done = torchrun(tmp_path / trouble, trouble, 1)
+        done = failing(tmp_path / trouble, trouble, 1)
         assert done.returncode == 0, done.stdout
         first, weights = torch.load(tmp_path / trouble / "result.pt")
         assert first == 3, "went on after the last complete checkpoint"

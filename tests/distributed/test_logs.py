@@ -13,22 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW
 
-from distributed.models import Net, loss_of, messages
+from distributed.models import Net, Said, loss_of, messages
 from distributed.world import World, raised
 from fp16opt import DynamicLossScaler, GradScaler, LossScaleError, MixedPrecisionOptimizer, StaticLossScaler
 from fp16opt.distributed.digits import digits_of
 from fp16opt.distributed.settings import number_limit
-
-
-class Heard(logging.Handler):
-    """What was logged, each line once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage().split(" [optimizer")[0])
 
 
 def made(how: str, scaler: Any) -> tuple[Net, MixedPrecisionOptimizer]:
@@ -55,7 +44,7 @@ def inf_on(net: Net, rank: int, where: int) -> None:
 
 def skips(rank: int, size: int, how: str) -> dict[str, list[str]]:
     """Lines by case."""
-    heard, said = Heard(), {}
+    heard, said = Said(), {}
     logger = logging.getLogger("fp16opt")
     logger.addHandler(heard)
     before = logger.level

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pretended
@@ -22,17 +23,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.optim import SGD, AdamW
 
-from distributed.models import HALF, Net, batch, loss_of, messages
-from distributed.test_choices import whole
-from distributed.world import World, raised
+from distributed.models import HALF, Net, batch, full, loss_of, messages, one_step
+from distributed.test_sharded import sharded
+from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, LossScaleError, MixedPrecisionOptimizer, distributed
-
-
-def sharded(net: nn.Module, **options: Any) -> nn.Module:
-    for layer in net.children():
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer, **options)
-    return fully_shard(net, **options)
 
 
 def poisoned_step(net: Any, opt: Any, step: int, rank: int, poison: bool) -> None:
@@ -61,7 +55,7 @@ def norms(rank: int, size: int, way: str) -> None:
     opt = MixedPrecisionOptimizer(SGD(net.parameters(), lr=0.1), loss_scale=64.0)
     opt.backward(loss_of(net, 0, rank))
     got = opt.clip_master_grads(1e9)
-    wanted = torch.cat([whole(p.grad).double().reshape(-1) for p in opt.master_params()]).norm()
+    wanted = torch.cat([full(p.grad).double().reshape(-1) for p in opt.master_params()]).norm()
     torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=0.0)
     opt.step()
     dist.new_group = new_group
@@ -90,7 +84,9 @@ class Sequence(nn.Module):
         return self.last(x.to(dtype))
 
 
-def sequence_parallel(rank: int, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@on_ranks(2)
+def test_gradients_that_are_parts_of_a_sum(rank: int, size: int, dtype: torch.dtype) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     whole_sequence = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
     plan = {"first": SequenceParallel(), "last": SequenceParallel(), "": whole_sequence}
@@ -107,19 +103,15 @@ def sequence_parallel(rank: int, size: int, dtype: torch.dtype) -> None:
                 assert net.first.weight.grad.placements == (Partial("sum"),), "else this tests nothing"
             found.append(float(opt.clip_master_grads(0.3)))
             opt.step()
-        ends.append((found, [whole(p) for p in opt.master_params()]))
+        ends.append((found, [full(p) for p in opt.master_params()]))
     (wanted, masters), (got, others) = ends
     assert got == pytest.approx(wanted, rel=2e-3)  # FP16 products, summed in another order
     for a, b in zip(masters, others, strict=True):
         torch.testing.assert_close(a, b, rtol=0.0, atol=3 * 0.1 * 0.3 * 2e-3)  # of steps of 0.1 * 0.3 at most
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_gradients_that_are_parts_of_a_sum(two: World, dtype: torch.dtype) -> None:
-    two.run(sequence_parallel, dtype)
-
-
-def late_groups(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_groups_of_pieces_that_come_later(rank: int, size: int) -> None:
     """Sharded parameters that come later are everybody's business from then on."""
     for inside in (False, True):
         extra = nn.Parameter(torch.ones(3).half())
@@ -135,10 +127,6 @@ def late_groups(rank: int, size: int) -> None:
     param = nn.Parameter(distribute_tensor(torch.ones(4), other, [Shard(0)]))
     opt.add_param_group({"params": [param]})
     poisoned_step(net, opt, 4, rank, poison=True)
-
-
-def test_groups_of_pieces_that_come_later(two: World) -> None:
-    two.run(late_groups)
 
 
 def on_mesh(values: Tensor, mesh: DeviceMesh, *placements: Any) -> nn.Parameter:
@@ -179,7 +167,9 @@ def static(params: Any, **options: Any) -> MixedPrecisionOptimizer:
     return MixedPrecisionOptimizer(SGD(params, lr=0.0), **options)
 
 
-def experts(rank: int, size: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["backwards", "square", "dimension", "apart"])
+@on_ranks(4)
+def test_experts_on_a_mesh_of_their_own(rank: int, size: int, way: str) -> None:
     """Experts on a mesh that was made apart from that of dense parameters, a plain tensor beside: each counted once."""
     dense, expert, plain = values_of(7, 3, seed=1), values_of(6, 4, seed=2), values_of(5, seed=3)
     line = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("dp",))
@@ -215,36 +205,8 @@ def experts(rank: int, size: int, way: str) -> None:
         assert float(opt.clip_master_grads(1e9)) == pytest.approx(math.sqrt(square), rel=1e-6)
 
 
-@pytest.mark.parametrize("way", ["backwards", "square", "dimension", "apart"])
-def test_experts_on_a_mesh_of_their_own(four: World, way: str) -> None:
-    four.run(experts, way)
-
-
-def trained(rank: int, size: int) -> None:
-    """FSDP2 on two meshes that were made apart trains like one process."""
-    plain, net = Net(norm=False), Net(norm=False)
-    fully_shard(net.a, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
-    fully_shard(net, mesh=DeviceMesh("cpu", [3, 2, 1, 0]))
-    ends = []
-    for model in (plain, net):
-        opt = MixedPrecisionOptimizer(AdamW(model.parameters(), lr=1e-2), scaler=DynamicLossScaler(init_scale=2.0**8))
-        distributed.attach(opt, model if model is net else None)
-        for step in range(6):
-            opt.zero_grad()
-            opt.backward(loss_of(model, step, 0, poison=step == 2))  # every rank has the same batch
-            opt.clip_master_grads(0.1)
-            opt.step()
-            assert opt.step_was_skipped == (step == 2)
-        ends.append([whole(p) for p in opt.master_params()])
-    for a, b in zip(*ends, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.0, atol=1e-6)
-
-
-def test_meshes_made_apart_train_like_one_process(four: World) -> None:
-    four.run(trained)
-
-
-def uncovered(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_meshes_that_no_mesh_covers(rank: int, size: int) -> None:
     """Three of four ranks, no mesh of all three: the user makes the group."""
     first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
     group = dist.new_group([0, 1, 2])
@@ -271,11 +233,8 @@ def uncovered(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_meshes_that_no_mesh_covers(four: World) -> None:
-    four.run(uncovered)
-
-
-def unread(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_decisions_left_to_the_device(rank: int, size: int) -> None:
     """Where the host does not wait for the device (here: the host, treated as one) the bits are the same."""
     ends = []
     place = pretended.who_waits()
@@ -293,16 +252,12 @@ def unread(rank: int, size: int) -> None:
                         with torch.no_grad():
                             net.a.weight._local_tensor[0, 0] = 3.0
                 assert opt.skipped_steps == 1
-                ends.append([whole(t) for t in (*opt.master_params(), *net.parameters())])
+                ends.append([full(t) for t in (*opt.master_params(), *net.parameters())])
         finally:
             place.is_host = is_host
     half = len(ends) // 2
     for waited, went_on in zip(ends[:half], ends[half:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(waited, went_on, strict=True))
-
-
-def test_decisions_left_to_the_device(two: World) -> None:
-    two.run(unread)
 
 
 class Root(nn.Module):
@@ -318,7 +273,8 @@ class Root(nn.Module):
         return self.net(self.first(x.half()).float())
 
 
-def after_validation(rank: int, size: int, folder: str) -> None:
+@on_ranks(2)
+def test_saving_and_loading_after_validation(rank: int, size: int, tmp_path: Path) -> None:
     root = Root()
     fully_shard(root.net)
     fully_shard(root)
@@ -329,9 +285,7 @@ def after_validation(rank: int, size: int, folder: str) -> None:
             return root(batch(0, 0)).clone()
 
     def train() -> None:
-        opt.zero_grad()
-        opt.backward(loss_of(root, 1, rank))
-        opt.step()
+        one_step(root, opt, 1, rank)
 
     train()
     saved = validate()
@@ -339,18 +293,15 @@ def after_validation(rank: int, size: int, folder: str) -> None:
         validate()
         call(*((opt, root) if call is distributed.attach else (root, opt)))
     validate()
-    distributed.save(f"{folder}/step", root, opt)
+    distributed.save(f"{tmp_path}/step", root, opt)
     train()
     assert not torch.equal(validate(), saved)
-    distributed.load(f"{folder}/step", root, opt)
+    distributed.load(f"{tmp_path}/step", root, opt)
     assert torch.equal(validate(), saved), "weights gathered before the load are not used after it"
 
 
-def test_saving_and_loading_after_validation(two: World, tmp_path: Any) -> None:
-    two.run(after_validation, str(tmp_path))
-
-
-def wording(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_other_ranks_found_and_norms_that_cannot_be_had(rank: int, size: int) -> None:
     net = sharded(Net(norm=False))
     scaler = DynamicLossScaler(init_scale=4.0, max_consecutive_skips=1)
     opt = MixedPrecisionOptimizer(SGD(net.parameters(), lr=0.1), scaler=scaler, named_parameters=net.named_parameters())
@@ -361,7 +312,3 @@ def wording(rank: int, size: int) -> None:
     message = raised(ValueError, lambda: opt.clip_master_grads(1.0, 9.0))
     assert "over ranks expected at most 7, or inf, got 9" in message
     opt.clip_master_grads(1.0, 7.0)
-
-
-def test_what_other_ranks_found_and_norms_that_cannot_be_had(two: World) -> None:
-    two.run(wording)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
@@ -13,23 +12,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
-from distributed.models import Net, loss_of
-from distributed.world import World, raised
+from distributed.models import Net, Said, loss_of, one_step
+from distributed.world import World, on_ranks, raised
 from fp16opt import MixedPrecisionOptimizer, distributed
 from fp16opt.engine.diagnostics import logger
 
 NAMES = {"a.weight", "a.bias", "b.weight", "b.bias"}
-
-
-class Said(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def named(text: str) -> set[str]:
@@ -61,9 +49,7 @@ def messages_of(rank: int, size: int, kind: str, how: str) -> list[str]:
         for param in net.parameters():
             param.grad.mul_(2.0)
     edited = raised(RuntimeError, opt.step)
-    opt.zero_grad()
-    opt.backward(loss_of(model, 1, rank))
-    opt.step()
+    one_step(model, opt, 1, rank)
     left = raised(RuntimeError, lambda: opt.backward(loss_of(model, 1, rank)))
     lacks = raised(ValueError, lambda: distributed.state_dict(Net(norm=False), opt))
     assert len(said.lines) == 1, said.lines
@@ -86,7 +72,8 @@ def test_every_message_that_names_parameters_has_the_user_s_names(two: World, ki
 WRAPPINGS = ("module.{}", "_orig_mod.module.{}", "module._orig_mod.{}", "_fsdp_wrapped_module.{}")
 
 
-def named_by_wrappings(rank: int, size: int) -> list[str]:
+@on_ranks(2)
+def test_names_of_wrappers_are_those_of_the_module(rank: int, size: int) -> list[str]:
     """Names as DDP, torch.compile, checkpoint wrappers and FSDP1 give them, of all parameters or of some."""
     found = []
     for shape in (*WRAPPINGS, "{}._checkpoint_wrapped_module.{}", "in_a_larger_one.{}", "some"):
@@ -109,7 +96,3 @@ def named_by_wrappings(rank: int, size: int) -> list[str]:
         assert shape[:2] != "in" or all(name.startswith("in_a_larger_one.") for name in names)
         found += names
     return found
-
-
-def test_names_of_wrappers_are_those_of_the_module(two: World) -> None:
-    two.run(named_by_wrappings)

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
-from distributed.models import Net, loss_of
+from distributed.models import Net, full, one_step
 from distributed.world import World, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 
@@ -47,13 +46,7 @@ def wrapped(net: nn.Module, groups: Iterable[Iterable[str]], inner: Any = AdamW,
 
 def train(net: nn.Module, opt: Any, steps: int = 2) -> None:
     for number in range(steps):
-        opt.zero_grad()
-        opt.backward(loss_of(net, number, 0))
-        opt.step()
-
-
-def full(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        one_step(net, opt, number, 0)
 
 
 def inside(net: nn.Module, opt: Any) -> dict[str, Tensor]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import fp16opt
+from distributed.world import of_this_package, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "distributed"
 MISSING = [name for name in ("sklearn", "matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
@@ -23,32 +21,12 @@ examples = [
 LOSS = re.compile(r"^step (\d+): loss ([\d.]+)", re.MULTILINE)
 
 
-def environment() -> dict[str, str]:
-    roots = [str(Path(fp16opt.__file__).parents[1]), *filter(None, sys.path)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"}
-
-
-def torchrun(folder: Path, script: str, ranks: int, *arguments: str, restarts: int = 0) -> str:
+def example(folder: Path, script: str, ranks: int, *arguments: str, restarts: int = 0) -> str:
     """Run an example on ``ranks`` processes; returns what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [f"--max-restarts={restarts}", str(EXAMPLES / script), "--output", str(folder / "output"), *arguments]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-        cwd=folder,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, output
-    return output
+    arguments = ("--output", str(folder / "output"), *arguments)
+    done = torchrun(folder, EXAMPLES / script, *arguments, ranks=ranks, restarts=restarts)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 class TestExamples:
@@ -60,13 +38,13 @@ class TestExamples:
     @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp2.py"])
     def test_trains_and_goes_on(self, tmp_path: Path, script: str) -> None:
         """Two ranks train; then another program goes on from their checkpoint on one rank."""
-        output = torchrun(tmp_path, script, 2, "--steps", "6", "--save-every", "3")
+        output = example(tmp_path, script, 2, "--steps", "6", "--save-every", "3")
         losses = [float(loss) for _, loss in LOSS.findall(output)]
         assert [step for step, _ in LOSS.findall(output)] == ["3", "6"], output
         assert losses[1] < losses[0]
         assert "validation loss" in output
         other = "train_fsdp2.py" if script == "train_ddp.py" else "train_ddp.py"
-        again = torchrun(tmp_path, other, 1, "--steps", "8", "--save-every", "8")
+        again = example(tmp_path, other, 1, "--steps", "8", "--save-every", "8")
         assert "resumed from" in again
         assert [step for step, _ in LOSS.findall(again)] == ["8"], again
         assert float(LOSS.findall(again)[0][1]) < losses[0]
@@ -78,9 +56,7 @@ class TestExamples:
         ends = []
         for name, extra, restarts in (("calm", (), 0), ("killed", ("--die-at", "5"), 1)):
             (tmp_path / name).mkdir()
-            output = torchrun(
-                tmp_path / name, script, 2, "--steps", "8", "--save-every", "4", *extra, restarts=restarts
-            )
+            output = example(tmp_path / name, script, 2, "--steps", "8", "--save-every", "4", *extra, restarts=restarts)
             assert ("resumed from" in output) == bool(extra)
             ends.append((LOSS.findall(output)[-1], re.findall(r"validation loss ([\d.]+)", output)))
         assert ends[0] == ends[1]
@@ -103,5 +79,5 @@ loaded = new | {name for name in sys.modules if name.startswith("fp16opt.distrib
 raise SystemExit(f"loaded {loaded}" if loaded or p[0] >= 1 else 0)
 """
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=of_this_package(), cwd=tmp_path, timeout=60)
     assert done.returncode == 0, done.stderr

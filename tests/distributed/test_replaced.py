@@ -13,21 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import AdamW
 
-from distributed.models import Net, loss_of
-from distributed.world import World
+from distributed.models import Net, Said, loss_of
+from distributed.world import on_ranks
 from fp16opt import MixedPrecisionOptimizer
 
 PLAN: dict[str, Any] = {"a": ColwiseParallel(), "b": RowwiseParallel()}
 NAMES = "a.weight, a.bias, b.weight, b.bias. Was it made before fully_shard"
-
-
-class Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def wrapped(net: nn.Module, **options: Any) -> MixedPrecisionOptimizer:
@@ -35,7 +26,8 @@ def wrapped(net: nn.Module, **options: Any) -> MixedPrecisionOptimizer:
     return MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-2), named_parameters=named, **options)
 
 
-def too_early(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_made_before_the_model_was_sharded(rank: int, size: int) -> None:
     said, logger = Said(), logging.getLogger("fp16opt")
     logger.addHandler(said)
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
@@ -62,7 +54,3 @@ def too_early(rank: int, size: int) -> None:
     opt.backward(loss_of(net, 0, rank))
     opt.step()
     assert opt.stats()["steps"] == 1
-
-
-def test_made_before_the_model_was_sharded(two: World) -> None:
-    two.run(too_early)

@@ -6,28 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.models import HALF, Net, batch, loss_of, messages
+from distributed.models import HALF, Net, batch, full, loss_of, messages
 from distributed.world import World
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, Monitor, diagnose, distributed
 
 
 def spread(net: nn.Module, how: str) -> nn.Module:
+    if how == "alone":
+        return net
     if how == "ddp":
         return DistributedDataParallel(net)
     for layer in (net.a, net.b):
         fully_shard(layer)
     return fully_shard(net)
-
-
-def full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def diagnosed(rank: int, size: int, how: str) -> None:
@@ -128,24 +124,10 @@ def monitored(rank: int, size: int, how: str) -> list[dict[str, Any]]:
 def test_rank_0_writes_numbers_of_all_ranks(two: World, how: str) -> None:
     first, second = two.run(monitored, how)
     assert second == [], "rank 0 alone writes"
-    alone = one_process()
+    alone = monitored(0, 1, "alone")
     assert [record["kind"] for record in first] == [record["kind"] for record in alone]
     ours, theirs = first[-1]["rows"], alone[-1]["rows"]
     assert sorted(ours) == sorted(theirs)
     for name, row in theirs.items():
         for what, value in row.items():
             assert ours[name][what] == pytest.approx(value, rel=1e-3, abs=1e-6), (name, what)
-
-
-def one_process() -> list[dict[str, Any]]:
-    net = Net(HALF, norm=False)
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    opt = MixedPrecisionOptimizer(sgd, loss_scale=2.0**8, fused_step=False, named_parameters=net.named_parameters())
-    records: list[dict[str, Any]] = []
-    with Monitor(opt, every=2, to=records.append):
-        for number in range(3):
-            opt.zero_grad()
-            opt.backward(loss_of(net, number, 0))
-            opt.clip_master_grads(0.05)
-            opt.step()
-    return records

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
-from distributed.models import Net, loss_of
-from distributed.world import World, raised
+from distributed.models import Net, train
+from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 
 SPLIT = {"master_weights": "split"}
@@ -45,14 +45,6 @@ def make(how: str, net: nn.Module | None = None, inner: Any = AdamW, **options: 
         options = {"fused_step": False, **options}
     opt = MixedPrecisionOptimizer(optimizer, scaler=scaler, named_parameters=net.named_parameters(), **options)
     return (DDP(net) if how.startswith("ddp") else net), opt
-
-
-def train(model: nn.Module, opt: Any, steps: range) -> None:
-    """The same batch on every rank: halves add up exactly."""
-    for step in steps:
-        opt.zero_grad()
-        opt.backward(loss_of(model, step, 0, poison=step == 1))
-        opt.step()
 
 
 def masters(opt: Any) -> list[Tensor]:
@@ -89,38 +81,34 @@ def test_masters_of_any_kind_load_as_any_other(two: World, tmp_path: Path) -> No
     two.run(choices, str(tmp_path), products.sample("kinds", MOVES, ["", " bf16"]))
 
 
-def without(rank: int, size: int, folder: str) -> None:
+@on_ranks(2)
+def test_16_bit_parameters_without_masters(rank: int, size: int, tmp_path: Path) -> None:
     for number, (how, other) in enumerate((("ddp", "fsdp2"), ("fsdp2", "ddp"))):
         model, opt = make(how, inner=SGD, **NONE)
         train(model, opt, range(4))
-        distributed.save(f"{folder}/{number}", model, opt)
+        distributed.save(f"{tmp_path}/{number}", model, opt)
         again, fresh = make(other, inner=SGD, **NONE)
-        distributed.load(f"{folder}/{number}", again, fresh)
+        distributed.load(f"{tmp_path}/{number}", again, fresh)
         assert alike(masters(fresh), masters(opt))
 
 
-def test_16_bit_parameters_without_masters(two: World, tmp_path: Path) -> None:
-    two.run(without, str(tmp_path))
-
-
-def thaws(rank: int, size: int, folder: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, SPLIT, {"optimizer_state": "8bit", "fused_step": True}])
+@on_ranks(2)
+def test_what_is_frozen_when_a_checkpoint_is_loaded(
+    rank: int, size: int, tmp_path: Path, options: dict[str, Any]
+) -> None:
     """What is frozen when a checkpoint is loaded goes on with all bits and its moments when it thaws."""
     model, opt = make("fsdp2 bf16", **options)
     train(model, opt, range(4))
-    distributed.save(f"{folder}/file", model, opt)
+    distributed.save(f"{tmp_path}/file", model, opt)
     again, fresh = make("fsdp2 bf16", (net := Net(torch.bfloat16)).requires_grad_(False), **options)
     net.b.requires_grad_(True)
-    distributed.load(f"{folder}/file", again, fresh)
+    distributed.load(f"{tmp_path}/file", again, fresh)
     assert alike(masters(fresh), masters(opt))
     net.requires_grad_(True)
     for each, wrapper in ((model, opt), (again, fresh)):
         train(each, wrapper, range(4, 7))
     assert alike(masters(fresh), masters(opt))
-
-
-@pytest.mark.parametrize("options", [{}, SPLIT, {"optimizer_state": "8bit", "fused_step": True}])
-def test_what_is_frozen_when_a_checkpoint_is_loaded(two: World, tmp_path: Path, options: dict[str, Any]) -> None:
-    two.run(thaws, str(tmp_path), options)
 
 
 class Extra(Net):
@@ -138,7 +126,8 @@ class Extra(Net):
         self.words = state
 
 
-def names(rank: int, size: int, folder: str) -> None:
+@on_ranks(2)
+def test_compiled_models_and_extra_state(rank: int, size: int, tmp_path: Path) -> None:
     """torch.compile adds to names; a checkpoint goes from a compiled model into a plain one, and back."""
 
     def wrapped(number: int) -> tuple[Extra, Any, Any]:
@@ -151,19 +140,16 @@ def names(rank: int, size: int, folder: str) -> None:
         net, model, opt = wrapped(number)
         net.count.fill_(5.0)
         net.words = {"at": 7, "seen": torch.ones(2)}
-        distributed.save(f"{folder}/{number}", model, opt)
+        distributed.save(f"{tmp_path}/{number}", model, opt)
         other, around, fresh = wrapped(following)
-        distributed.load(f"{folder}/{number}", around, fresh)
+        distributed.load(f"{tmp_path}/{number}", around, fresh)
         assert bool((other.count == 5.0).all())
         assert other.words["at"] == 7
         assert bool((other.words["seen"] == 1.0).all())
 
 
-def test_compiled_models_and_extra_state(two: World, tmp_path: Path) -> None:
-    two.run(names, str(tmp_path))
-
-
-def one_refuses(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_one_rank_refuses_all_refuse(rank: int, size: int) -> None:
     """What does not fit on one rank is refused on all, before anything is sent or changed."""
     for how in ("zero", "fsdp2"):
         net = Net(norm=False)
@@ -185,27 +171,22 @@ def one_refuses(rank: int, size: int) -> None:
         distributed.load_state_dict(net, opt, good)
 
 
-def test_what_one_rank_refuses_all_refuse(two: World) -> None:
-    two.run(one_refuses)
-
-
-def unnamed(rank: int, size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_folder_without_its_name_is_passed_over_and_goes_at_the_next_save(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     """A rank may die when the manifest is there and the folder has not got its name yet."""
     model, opt = make("ddp")
     for step in ("step1", "step2"):
-        distributed.save(Path(folder) / step, model, opt)
+        distributed.save(tmp_path / step, model, opt)
     if rank == 0:
-        (Path(folder) / "step2").rename(Path(folder) / f".step2.{'0123abcd' * 4}.partial")
-        (Path(folder) / ".mine.partial").mkdir()
+        (tmp_path / "step2").rename(tmp_path / f".step2.{'0123abcd' * 4}.partial")
+        (tmp_path / ".mine.partial").mkdir()
     dist.barrier()
-    assert distributed.latest(folder) == Path(folder) / "step1"
-    pending = [distributed.save_async(Path(folder) / f"step{k}", model, opt) for k in (3, 4)]
-    distributed.save(Path(folder) / "step5", model, opt)
+    assert distributed.latest(tmp_path) == tmp_path / "step1"
+    pending = [distributed.save_async(tmp_path / f"step{k}", model, opt) for k in (3, 4)]
+    distributed.save(tmp_path / "step5", model, opt)
     for one in pending:
         one.result(30)
     dist.barrier()
-    assert {path.name for path in Path(folder).iterdir()} == {".mine.partial", "step1", "step3", "step4", "step5"}
-
-
-def test_a_folder_without_its_name_is_passed_over_and_goes_at_the_next_save(two: World, tmp_path: Path) -> None:
-    two.run(unnamed, str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {".mine.partial", "step1", "step3", "step4", "step5"}

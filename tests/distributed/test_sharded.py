@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, AdamW
 
-from distributed.models import HALF, Net, assert_alike, batch, loss_of, messages
-from distributed.world import World, raised
+from distributed.models import HALF, Net, assert_alike, batch, full, loss_of, messages, one_step
+from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler, distributed
 
 
@@ -35,16 +35,6 @@ def wrap(net: nn.Module, inner: Any = None, **options: Any) -> MixedPrecisionOpt
     return MixedPrecisionOptimizer(inner, named_parameters=net.named_parameters(), **options)
 
 
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def step(net: nn.Module, opt: MixedPrecisionOptimizer, number: int, rank: int, poison: bool = False) -> None:
-    opt.zero_grad()
-    opt.backward(loss_of(net, number, rank, poison))
-    opt.step()
-
-
 def like_unsharded(rank: int, size: int, dtype: torch.dtype, policy: dict[str, Any], accumulation: str) -> None:
     """Every rank has the same batch: halves add up exactly, so all bits must be those of one process."""
     plain, net = Net(dtype), Net(dtype)
@@ -56,8 +46,8 @@ def like_unsharded(rank: int, size: int, dtype: torch.dtype, policy: dict[str, A
     distributed.attach(one, None)
     if "param_dtype" not in policy:
         for number in range(5):
-            step(plain, one, number, 0, poison=number == 2)
-            step(net, many, number, 0, poison=number == 2)
+            one_step(plain, one, number, 0, poison=number == 2)
+            one_step(net, many, number, 0, poison=number == 2)
             assert one.step_was_skipped == many.step_was_skipped == (number == 2)
             for a, b in zip(one.master_params(), many.master_params(), strict=True):
                 assert isinstance(b, DTensor)
@@ -70,7 +60,7 @@ def like_unsharded(rank: int, size: int, dtype: torch.dtype, policy: dict[str, A
                 assert torch.equal(a["exp_avg_sq"], full(b["exp_avg_sq"]))
     else:
         for number in range(3):
-            step(net, many, number, rank)
+            one_step(net, many, number, rank)
         assert {p.dtype for p in many.master_params()} == {torch.float32}
     assert float(one.scaler.scale) == float(many.scaler.scale) or policy
 
@@ -139,10 +129,11 @@ def test_verdict_and_norm_over_empty_pieces(four: World) -> None:
     four.run(verdict)
 
 
-def one_message(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_one_message_of_32_bytes_clip_or_not(rank: int, size: int) -> None:
     net = sharded(Net())
     opt = wrap(net)
-    step(net, opt, 0, rank)  # the first step compares the ranks
+    one_step(net, opt, 0, rank)  # the first step compares the ranks
     for number, clips in enumerate((0, 1, 2, 1), 1):
         opt.zero_grad()
         opt.backward(loss_of(net, number, rank, poison=number == 4))
@@ -151,6 +142,17 @@ def one_message(rank: int, size: int) -> None:
                 opt.clip_master_grads(1.0)
             opt.step()
         assert sent == [("all_reduce", 32)], (number, sent)
+    for number in range(5, 7):  # a plain backward, whose gradients update_master_grads takes
+        opt = wrap(net, scaler=None) if number == 5 else opt
+        opt.zero_grad()
+        loss_of(net, number, rank).backward()
+        with messages() as sent:
+            opt.update_master_grads()
+            opt.clip_master_grads(0.1)
+            opt.step()
+        assert number == 5 or sent == [("all_reduce", 32)], (number, sent)
+    opt = wrap(net)
+    one_step(net, opt, 0, rank)
     # Two scalers' verdicts share the first eight bytes.
     other = DynamicLossScaler(init_scale=2.0**4)
     for poison in (False, True):
@@ -167,59 +169,30 @@ def one_message(rank: int, size: int) -> None:
     assert_alike([opt.scaler.scale, other.scale])
 
 
-def test_one_message_of_32_bytes_clip_or_not(two: World) -> None:
-    two.run(one_message)
-
-
-def written(rank: int, size: int) -> None:
-    """Writes to a piece, or through the DTensor, count as model writes on the rank that made them."""
+@on_ranks(2)
+def test_writes_to_pieces_are_noticed(rank: int, size: int) -> None:
+    """Through the DTensor, and where the master's piece is written too; test_modes.py has those to pieces alone."""
     net = sharded(Net(norm=False))
     opt = wrap(net, SGD(net.parameters(), lr=0.0))
     weight, master = next(net.parameters()), next(opt.master_params())
-    step(net, opt, 0, rank)
-    kept = master._local_tensor.clone()
-    with torch.no_grad():
-        if rank == 1:
-            weight._local_tensor[0, 0] = 3.0
-    step(net, opt, 1, rank)
-    assert float(master._local_tensor[0, 0]) == (3.0 if rank == 1 else float(kept[0, 0]))
-    assert torch.equal(master._local_tensor.view(-1)[1:], kept.view(-1)[1:])
+    one_step(net, opt, 0, rank)
     with torch.no_grad():
         weight.mul_(2.0)
-    step(net, opt, 2, rank)
+    one_step(net, opt, 2, rank)
     assert torch.equal(master._local_tensor.half(), weight._local_tensor)
     with torch.no_grad():  # both pieces: the master's wins and is copied down
         weight._local_tensor.fill_(0.25)
         master._local_tensor.fill_(0.5)
-    step(net, opt, 3, rank)
+    one_step(net, opt, 3, rank)
     assert bool((weight._local_tensor == 0.5).all())
     opt.zero_grad()
     opt = wrap(net, SGD(net.parameters(), lr=0.0), on_model_write="error")
-    step(net, opt, 4, rank)
+    one_step(net, opt, 4, rank)
     with torch.no_grad():
         weight._local_tensor.fill_(0.25)
     opt.zero_grad()
     opt.backward(loss_of(net, 4, rank))
     assert "a.weight" in raised(RuntimeError, opt.step)
-
-
-def test_writes_to_pieces_are_noticed(two: World) -> None:
-    two.run(written)
-
-
-def offloaded(rank: int, size: int) -> None:
-    net = sharded(Net(), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    opt = wrap(net)
-    start = [full(p).clone() for p in opt.master_params()]
-    for number in range(3):
-        step(net, opt, number, rank, poison=(number, rank) == (1, 0))
-        assert opt.step_was_skipped == (number == 1)
-    assert all(p.device.type == "cpu" for p in opt.master_params())
-    assert not any(torch.equal(full(p), q) for p, q in zip(opt.master_params(), start, strict=True))
-
-
-def test_cpu_offload(two: World) -> None:
-    two.run(offloaded)
 
 
 class Mlp(nn.Module):
@@ -235,7 +208,9 @@ class Mlp(nn.Module):
         return self.down(torch.relu(self.up(self.norm(x.half())))).float()
 
 
-def tensor_parallel(rank: int, size: int, with_fsdp: bool) -> None:
+@pytest.mark.parametrize("with_fsdp", [False, True])
+@on_ranks(4)
+def test_tensor_parallel_on_a_mesh_of_2_by_2(rank: int, size: int, with_fsdp: bool) -> None:
     """2 x 2: replicated and tensor-parallel parameters are counted once; the result is that of one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain, net = Mlp(), Mlp()
@@ -268,35 +243,8 @@ def tensor_parallel(rank: int, size: int, with_fsdp: bool) -> None:
     assert_alike([full(p) for p in many.master_params()])
 
 
-@pytest.mark.parametrize("with_fsdp", [False, True])
-def test_tensor_parallel_on_a_mesh_of_2_by_2(four: World, with_fsdp: bool) -> None:
-    four.run(tensor_parallel, with_fsdp)
-
-
-def replicated_shards(rank: int, size: int) -> None:
-    """HSDP: two copies of two shards."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    plain, net = Net(), Net()
-    for layer in (net.a, net.norm, net.b, net):
-        fully_shard(layer, mesh=mesh)
-    one, many = wrap(plain), wrap(net)
-    for number in range(4):
-        step(plain, one, number, 0, poison=number == 1)
-        step(net, many, number, 0, poison=number == 1 and rank == 2)
-        assert many.step_was_skipped == (number == 1)
-    assert all(torch.equal(a, full(b)) for a, b in zip(one.master_params(), many.master_params(), strict=True))
-    many.zero_grad()
-    many.backward(loss_of(net, 5, rank))
-    norm = many.clip_master_grads(1e9)
-    exact = torch.cat([full(p.grad).double().reshape(-1) for p in many.master_params()]).norm()
-    torch.testing.assert_close(norm.double(), exact, rtol=1e-6, atol=0.0)
-
-
-def test_replicated_shards_are_counted_once(four: World) -> None:
-    four.run(replicated_shards)
-
-
-def refusals(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_refusals(rank: int, size: int) -> None:
     net = sharded(Net())
     opt = wrap(net, SGD(list(net.parameters())[: 2 + rank], lr=0.1))
     before = [full(p).clone() for p in list(opt.master_params())[:2]]
@@ -316,10 +264,6 @@ def refusals(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_refusals(two: World) -> None:
-    two.run(refusals)
-
-
 class FirstRow(Net):
     """Its loss depends on the first row of one weight, which rank 0 has."""
 
@@ -327,7 +271,8 @@ class FirstRow(Net):
         return self.a(x.half())[:, 0].float()
 
 
-def gradients_of_others(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_gradients_that_are_left_over_or_edited(rank: int, size: int) -> None:
     """What is left over, or was written, is refused on every rank, also where this rank's pieces are all zeros."""
     net = sharded(FirstRow())
     opt = wrap(net)
@@ -337,7 +282,7 @@ def gradients_of_others(rank: int, size: int) -> None:
     assert where in raised(RuntimeError, lambda: opt.backward(loss_of(net, 1, rank)))
     net = sharded(Net())
     opt = wrap(net, SGD(net.parameters(), lr=2.0**-6))
-    step(net, opt, 0, rank)
+    one_step(net, opt, 0, rank)
     opt.zero_grad(set_to_none=False)
     opt.backward(loss_of(net, 1, rank))
     torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
@@ -365,48 +310,19 @@ def gradients_of_others(rank: int, size: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_gradients_that_are_left_over_or_edited(two: World) -> None:
-    two.run(gradients_of_others)
-
-
-def moved(rank: int, size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"fused_step": True}, {"fused_step": True, "master_weights": "split"}], ids=str
+)
+@on_ranks(2)
+def test_a_model_that_is_moved_after_its_step(rank: int, size: int, options: dict[str, Any]) -> None:
     """RL trainers move the model between phases, with the gradients of the last step still there."""
     ends = []
     for moves in (False, True):
         net = sharded(Net())
         opt = wrap(net, **options)
         for number in range(3):
-            step(net, opt, number, rank)
+            one_step(net, opt, number, rank)
             if moves:
                 net._apply(lambda tensor: tensor.clone())  # as net.cpu() and net.to(device) do
         ends.append([full(p) for p in net.parameters()])
     assert all(map(torch.equal, *ends))
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"fused_step": True}, {"fused_step": True, "master_weights": "split"}], ids=str
-)
-def test_a_model_that_is_moved_after_its_step(two: World, options: dict[str, Any]) -> None:
-    two.run(moved, options)
-
-
-def unsynchronised(rank: int, size: int) -> None:
-    """FSDP2 adds gradients up itself while synchronisation is off; only the last backward shows them."""
-    made = []
-    for way in ("own", "fsdp"):
-        net = sharded(Net(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        opt = wrap(net)
-        for number in range(3):
-            opt.zero_grad()
-            for k in range(2):
-                if way == "fsdp":
-                    net.set_requires_gradient_sync(k == 1)
-                opt.backward(loss_of(net, 10 * number + k, rank))
-            opt.step()
-        made.append([full(p) for p in opt.master_params()])
-    for a, b in zip(*made, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.0, atol=3e-3)
-
-
-def test_accumulation_by_fsdp2(two: World) -> None:
-    two.run(unsynchronised)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
-from distributed.models import HALF, assert_alike, messages
-from distributed.world import World, raised
+from distributed.models import HALF, assert_alike, full, messages
+from distributed.world import on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 
 MICRO = 4
+SPLIT = {"master_weights": "split", "optimizer_state": "8bit"}
 CPU = torch.device("cpu")
 
 
@@ -107,7 +108,13 @@ def in_one_process(whole: nn.Module, opt: Any, step: int) -> None:
         p.grad.div_(MICRO)
 
 
-def two_stages(rank: int, size: int, kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("gpipe", {}), ("1f1b", {}), ("gpipe", SPLIT)],
+    ids=["gpipe", "1f1b", "split"],
+)
+@on_ranks(2)
+def test_a_pipeline_of_two_stages(rank: int, size: int, kind: str, options: dict[str, Any]) -> None:
     """Four micro-batches a step. An overflow on one stage, then on the other, skips on both; as in one process."""
     whole, net = Whole(), stage_of(rank)
     one, opt = wrap(whole, **options), wrap(net, **options)
@@ -141,19 +148,9 @@ def two_stages(rank: int, size: int, kind: str, options: dict[str, Any]) -> None
     assert opt.skipped_steps == 2
 
 
-SPLIT = {"master_weights": "split", "optimizer_state": "8bit"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("gpipe", {}), ("1f1b", {}), ("gpipe", SPLIT)],
-    ids=["gpipe", "1f1b", "split"],
-)
-def test_a_pipeline_of_two_stages(two: World, kind: str, options: dict[str, Any]) -> None:
-    two.run(two_stages, kind, options)
-
-
-def one_message(rank: int, size: int, static: bool) -> None:
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@on_ranks(2)
+def test_one_message_of_32_bytes(rank: int, size: int, static: bool) -> None:
     net = stage_of(rank)
     opt = wrap(net, **({"scaler": None} if static else {}))
     distributed.attach(opt, net, process_group=dist.group.WORLD)
@@ -174,12 +171,8 @@ def one_message(rank: int, size: int, static: bool) -> None:
     assert not sent, "attached to no stage any more"
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_one_message_of_32_bytes(two: World, static: bool) -> None:
-    two.run(one_message, static)
-
-
-def by_headroom(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_scalers_that_follow_norms(rank: int, size: int) -> None:
     """A scaler that follows norms hears of the largest over all stages: it does as that of one process."""
     whole, net = Whole(), stage_of(rank)
     one, opt = (
@@ -212,15 +205,9 @@ def by_headroom(rank: int, size: int) -> None:
         assert "expected gradients of one loss scaler, got those of 2" in raised(RuntimeError, opt.step)
 
 
-def test_scalers_that_follow_norms(two: World) -> None:
-    two.run(by_headroom)
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def with_data_parallelism(rank: int, size: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@on_ranks(4)
+def test_a_pipeline_with_data_parallelism(rank: int, size: int, way: str) -> None:
     """2 stages x 2 ranks: every element of the whole model's gradient enters the norm once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     number, part = mesh.get_coordinate()
@@ -254,12 +241,8 @@ def with_data_parallelism(rank: int, size: int, way: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ends[rank], ends[rank ^ 1], strict=True))
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
-def test_a_pipeline_with_data_parallelism(four: World, way: str) -> None:
-    four.run(with_data_parallelism, way)
-
-
-def copies_in_stages(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_copies_in_a_stage_are_counted_once(rank: int, size: int) -> None:
     """One stage on a mesh with copies of shards, a plain tensor beside: attached or not, each is counted once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     net: Any = nn.Sequential(nn.Linear(6, 5, dtype=HALF), nn.Linear(5, 4, dtype=HALF))
@@ -280,11 +263,8 @@ def copies_in_stages(rank: int, size: int) -> None:
         opt.zero_grad()
 
 
-def test_copies_in_a_stage_are_counted_once(four: World) -> None:
-    four.run(copies_in_stages)
-
-
-def by_name(rank: int, size: int, folder: str) -> None:
+@on_ranks(2)
+def test_checkpoints_by_name(rank: int, size: int, tmp_path: Path) -> None:
     """Saved in two stages; loaded in two stages and into the whole model; training goes on to the bit."""
 
     def make() -> tuple[Any, Any, Pipeline]:
@@ -302,8 +282,8 @@ def by_name(rank: int, size: int, folder: str) -> None:
 
     net, opt, pipeline = make()
     train(opt, pipeline, range(3))
-    distributed.save(f"{folder}/step", net, opt)
-    distributed.save_async(f"{folder}/later", net, opt).result(60.0)
+    distributed.save(f"{tmp_path}/step", net, opt)
+    distributed.save_async(f"{tmp_path}/later", net, opt).result(60.0)
     taken = {key: value for key, value in distributed.state_dict(net, opt).items() if key != "masters"}
     assert [name for group in taken["param_groups"] for name in group["params"]] == [
         n for n, _ in net.named_parameters()
@@ -317,19 +297,15 @@ def by_name(rank: int, size: int, folder: str) -> None:
     after = [p.clone() for p in opt.master_params()]
     for name in ("step", "later"):
         net, opt, pipeline = make()
-        distributed.load(f"{folder}/{name}", net, opt)
+        distributed.load(f"{tmp_path}/{name}", net, opt)
         train(opt, pipeline, range(3, 5))
         assert all(torch.equal(a, b) for a, b in zip(after, opt.master_params(), strict=True))
     whole = Whole()
     one = wrap(whole)
-    distributed.load(f"{folder}/step", whole, one)
+    distributed.load(f"{tmp_path}/step", whole, one)
     for (name, _), master in zip(whole.named_parameters(), one.master_params(), strict=True):
         assert name not in ends or torch.equal(ends[name], master)
     assert one.steps_counted() == 3
-
-
-def test_checkpoints_by_name(two: World, tmp_path: Any) -> None:
-    two.run(by_name, str(tmp_path))
 
 
 def attached(rank: int, **options: Any) -> tuple[nn.Module, Any]:
@@ -349,7 +325,9 @@ def give_ones(net: nn.Module, opt: Any, bad: bool = False) -> None:
     opt.update_master_grads()
 
 
-def frozen_stage(rank: int, size: int, policy: str) -> None:
+@pytest.mark.parametrize("policy", ["doubling", "headroom"])
+@on_ranks(2)
+def test_a_stage_without_gradients(rank: int, size: int, policy: str) -> None:
     """A stage without gradients hears of the others' steps, and its scaler goes with theirs."""
     net, opt = attached(rank, scaler=DynamicLossScaler(init_scale=2.0**8, growth_interval=2, policy=policy))
     frozen = rank == 0
@@ -384,12 +362,9 @@ def frozen_stage(rank: int, size: int, policy: str) -> None:
     assert float(opt.clip_master_grads(1.0)) == pytest.approx(30**0.5)
 
 
-@pytest.mark.parametrize("policy", ["doubling", "headroom"])
-def test_a_stage_without_gradients(two: World, policy: str) -> None:
-    two.run(frozen_stage, policy)
-
-
-def other_calls(rank: int, size: int, way: Any) -> None:
+@pytest.mark.parametrize("way", ["clip", "twice", "max_norm", 3.0, math.inf])
+@on_ranks(2)
+def test_ranks_that_call_in_another_order(rank: int, size: int, way: Any) -> None:
     net, opt = attached(rank)
     ends = [p.clone() for p in net.parameters()]
     give_ones(net, opt)
@@ -432,12 +407,8 @@ def other_calls(rank: int, size: int, way: Any) -> None:
     assert opt.step_was_skipped
 
 
-@pytest.mark.parametrize("way", ["clip", "twice", "max_norm", 3.0, math.inf])
-def test_ranks_that_call_in_another_order(two: World, way: Any) -> None:
-    two.run(other_calls, way)
-
-
-def saved_with_a_fresh_stage(rank: int, size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_with_a_stage_that_has_no_state(rank: int, size: int, tmp_path: Path) -> None:
     """A stage that has no state yet does not make that of others be taken for none."""
     ends = []
     for resumes in (False, True):
@@ -447,7 +418,7 @@ def saved_with_a_fresh_stage(rank: int, size: int, folder: str) -> None:
         opt = wrap(net, SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.5))
         distributed.attach(opt, net, process_group=dist.group.WORLD)
         if resumes:
-            distributed.load(f"{folder}/step", net, opt)
+            distributed.load(f"{tmp_path}/step", net, opt)
             assert len(opt.state) == (0, 2)[rank]
         else:
             net.requires_grad_(rank == 1)
@@ -455,7 +426,7 @@ def saved_with_a_fresh_stage(rank: int, size: int, folder: str) -> None:
                 give_ones(net, opt)
                 opt.step()
             net.requires_grad_(True)
-            distributed.save(f"{folder}/step", net, opt)
+            distributed.save(f"{tmp_path}/step", net, opt)
         for _ in range(2):
             give_ones(net, opt)
             opt.step()
@@ -463,11 +434,8 @@ def saved_with_a_fresh_stage(rank: int, size: int, folder: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
-def test_a_checkpoint_with_a_stage_that_has_no_state(two: World, tmp_path: Any) -> None:
-    two.run(saved_with_a_fresh_stage, str(tmp_path))
-
-
-def copied(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_copies_of_an_attached_optimizer(rank: int, size: int) -> None:
     """A copy would decide alone. Where it is attached to no pipeline any more it is one as ever."""
     net, opt = attached(rank)
     for copy_of in (copy.deepcopy, pickle.dumps):
@@ -481,11 +449,8 @@ def copied(rank: int, size: int) -> None:
     assert its.step_was_skipped == (rank == 1)
 
 
-def test_copies_of_an_attached_optimizer(two: World) -> None:
-    two.run(copied)
-
-
-def one_name(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_two_stages_with_the_same_names(rank: int, size: int) -> None:
     """Two stages whose modules use the same names, on one mesh: no copies, as their values show."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = mesh.get_coordinate()[0]
@@ -506,11 +471,8 @@ def one_name(rank: int, size: int) -> None:
     assert float(opt.clip_master_grads(1e9)) == pytest.approx(math.sqrt(2 * (16 + 3 * 4)))
 
 
-def test_two_stages_with_the_same_names(four: World) -> None:
-    four.run(one_name)
-
-
-def disagreements(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_stages_must_agree_on(rank: int, size: int) -> None:
     """Stages must agree on scaler, settings and config; on nothing else."""
     world = dist.group.WORLD
 
@@ -541,11 +503,8 @@ def disagreements(rank: int, size: int) -> None:
     )
 
 
-def test_what_stages_must_agree_on(two: World) -> None:
-    two.run(disagreements)
-
-
-def refusals(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_refusals(rank: int, size: int) -> None:
     world = dist.group.WORLD
     net = stage_of(rank)
     opt = wrap(net)
@@ -576,10 +535,6 @@ def refusals(rank: int, size: int) -> None:
     assert "parameters were added after attach(opt, model, process_group=...)" in message
 
 
-def test_refusals(two: World) -> None:
-    two.run(refusals)
-
-
 def test_gradient_release_has_no_pipeline() -> None:
     """Alone: where there are several ranks it is refused at once."""
     store = dist.HashStore()
@@ -593,7 +548,8 @@ def test_gradient_release_has_no_pipeline() -> None:
         dist.destroy_process_group()
 
 
-def several_chunks(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_several_chunks_of_a_rank(rank: int, size: int) -> None:
     """Two chunks a rank: one optimizer clips by the norm of all, several are told so; by name each has its own norm."""
     chunks = {str(2 * k + rank): nn.Parameter(torch.ones(1, dtype=torch.float16)) for k in range(2)}
 
@@ -625,7 +581,3 @@ def several_chunks(rank: int, size: int) -> None:
     for opt in opts:
         opt.step()
         opt.zero_grad()
-
-
-def test_several_chunks_of_a_rank(two: World) -> None:
-    two.run(several_chunks)

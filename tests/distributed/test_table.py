@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import AdamW
 
-from distributed.models import messages
-from distributed.world import World, raised
+from distributed.models import full, messages
+from distributed.world import World, on_ranks, raised
 from fp16opt import (
     AveragedMasters,
     DynamicLossScaler,
@@ -85,10 +85,6 @@ def spread(net: Net, layout: str, size: int) -> None:
     elif layout == "experts":
         fully_shard(net.experts, mesh=init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "shards")))
         fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def wrapped(net: nn.Module, mode: str, zero: bool = False) -> MixedPrecisionOptimizer:
@@ -279,11 +275,8 @@ def test_every_mode_on(two: World, layout: str) -> None:
     two.run(cells, layout, [mode for mode in MODES if (layout, mode) in taken])
 
 
-def certified(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_certify_asks_no_other_rank(rank: int, size: int) -> None:
     with messages() as sent:
         assert certify(lambda params: AdamW(params, lr=1e-2)).ok
     assert not sent
-
-
-def test_certify_asks_no_other_rank(two: World) -> None:
-    two.run(certified)

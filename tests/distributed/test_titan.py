@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
-from distributed.models import messages
+from distributed.models import full, messages
 from distributed.world import World, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 
@@ -76,10 +76,6 @@ def clip_by_meshes(params: Iterable[Any], max_norm: float, norm_type: float) -> 
     return total
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def wrapped(block: nn.Module, mode: str) -> MixedPrecisionOptimizer:
     scaler = DynamicLossScaler(init_scale=2.0**4, growth_interval=2)
     named = list(block.named_parameters())
@@ -130,8 +126,8 @@ def clips(rank: int, size: int, of_one_root: bool, cases: list[tuple[str, float]
                 assert found == pytest.approx([found[0]] * 3, rel=1e-6), (mode, norm_type, found)
                 assert found[0] > MAX_NORM
         for a, b, c in zip(*[opt.master_params() for opt in opts], strict=True):
-            torch.testing.assert_close(whole(b), whole(a), rtol=1e-5, atol=1e-7)
-            torch.testing.assert_close(whole(c), whole(a), rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(full(b), full(a), rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(full(c), full(a), rtol=1e-5, atol=1e-7)
         if mode != "FP32 sums":  # in which the model's gradients are gone
             give(blocks[1], opts[1], 7)
             opts[1].clip_master_grads(MAX_NORM)

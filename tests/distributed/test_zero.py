@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import fp16opt.optim
 from distributed.models import Net, assert_alike, loss_of, messages
-from distributed.world import World, raised
+from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed, kernels
 from fp16opt.engine.one_pass import OnePassStep
 
@@ -78,7 +78,8 @@ def test_trains_like_whole_masters(two: World, dtype: torch.dtype, view: bool) -
     two.run(like_ddp, dtype, {"parameters_as_bucket_view": view})
 
 
-def momentum_cycles(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_schedulers_that_cycle_momentum(rank: int, size: int) -> None:
     """A scheduler that looks for betas among the optimizer's defaults, and changes them."""
     ends = []
     for sharded in (True, False):
@@ -89,10 +90,6 @@ def momentum_cycles(rank: int, size: int) -> None:
     (weights, betas), (wanted, same) = ends
     assert betas == same != (0.9, 0.999)
     assert all(torch.equal(a, b) for a, b in zip(weights, wanted, strict=True))
-
-
-def test_schedulers_that_cycle_momentum(two: World) -> None:
-    two.run(momentum_cycles)
 
 
 class One(nn.Module):
@@ -107,7 +104,8 @@ class One(nn.Module):
         return self.a(x.half()).float()
 
 
-def empty_parts(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_ranks_with_nothing_to_step_take_part(rank: int, size: int) -> None:
     net = One()
     ddp = DDP(net)
     opt = MixedPrecisionOptimizer(zero(net.parameters()), scaler=DynamicLossScaler(init_scale=2.0**8))
@@ -136,11 +134,8 @@ def empty_parts(rank: int, size: int) -> None:
     assert_alike([net.a.weight])
 
 
-def test_ranks_with_nothing_to_step_take_part(four: World) -> None:
-    four.run(empty_parts)
-
-
-def left_over(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_gradients_that_are_left_over(rank: int, size: int) -> None:
     """Gradients of the last step are refused on every rank, also on those without masters."""
     net = One()
     opt = MixedPrecisionOptimizer(zero(net.parameters()), scaler=DynamicLossScaler(init_scale=2.0**8))
@@ -149,11 +144,8 @@ def left_over(rank: int, size: int) -> None:
     assert "Call zero_grad() after each step" in raised(RuntimeError, lambda: opt.backward(loss_of(ddp, 1, rank)))
 
 
-def test_gradients_that_are_left_over(two: World) -> None:
-    two.run(left_over)
-
-
-def folding(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_folding(rank: int, size: int) -> None:
     net = Net(norm=False)
     ddp = DDP(net)
     opt = MixedPrecisionOptimizer(zero(net.parameters()), loss_scale=64.0, grad_accumulation="fp32")
@@ -171,11 +163,8 @@ def folding(rank: int, size: int) -> None:
         assert "leave no_sync" in raised(RuntimeError, lambda: opt.backward(loss_of(ddp, 9, rank)))
 
 
-def test_folding(two: World) -> None:
-    two.run(folding)
-
-
-def refusals(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_refusals(rank: int, size: int) -> None:
     net = Net(norm=False)
     for options in ({}, {"lr": 0.1}):
         message = raised(
@@ -209,11 +198,8 @@ def refusals(rank: int, size: int) -> None:
     assert "fully_shard" not in raised(TypeError, lambda: MixedPrecisionOptimizer([SGD(net.parameters(), lr=0.1)]))
 
 
-def test_refusals(two: World) -> None:
-    two.run(refusals)
-
-
-def skips_in_one_way(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_skip_is_decided_in_one_way_on_all_ranks(rank: int, size: int) -> None:
     """Where a device could skip by itself, but has all state on one rank only: ZeRO's own step sends messages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "is_host", lambda device: False)
@@ -227,7 +213,3 @@ def skips_in_one_way(rank: int, size: int) -> None:
             opt.step()
         assert (opt.skipped_steps, opt.loss_scale) == (1, 512.0)
         assert_alike([param.detach() for param in params])
-
-
-def test_a_skip_is_decided_in_one_way_on_all_ranks(two: World) -> None:
-    two.run(skips_in_one_way)

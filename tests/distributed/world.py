@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib
+import inspect
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +20,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
+
+import fp16opt
 
 TIMEOUT = 60.0  # seconds for one function
 GLOO = datetime.timedelta(seconds=20)
@@ -54,7 +60,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         module, name, args = task
         torch.manual_seed(0)
         try:
-            result = getattr(importlib.import_module(module), name)(rank, size, *args)
+            found = getattr(importlib.import_module(module), name)
+            result = getattr(found, "on_ranks", found)(rank, size, *args)
             pipe.send(("done", result))
         except BaseException:
             pipe.send(("failed", traceback.format_exc()))
@@ -155,6 +162,25 @@ class World:
             self._folder = None
 
 
+def on_ranks(size: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of ``function(rank, size, ...)``, which as many ranks run. What else it takes it gets from pytest."""
+    world = {2: "two", 3: "three", 4: "four"}[size]  # fixtures
+
+    def made(function: Callable[..., Any]) -> Callable[..., None]:
+        _, _, *given = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def test(**fixtures: Any) -> None:
+            fixtures[world].run(test, *(fixtures[name] for name in given))
+
+        names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (world, *given)]
+        test.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+        test.on_ranks = function  # type: ignore[attr-defined]
+        return test
+
+    return made
+
+
 def raised(error: type[BaseException], function: Callable[[], Any]) -> str:
     """The message of the ``error`` that ``function`` raises."""
     try:
@@ -162,3 +188,33 @@ def raised(error: type[BaseException], function: Callable[[], Any]) -> str:
     except error as caught:
         return str(caught)
     raise AssertionError(f"expected {error.__name__}, and nothing was raised", sys._getframe(1).f_lineno)
+
+
+def of_this_package() -> dict[str, str]:
+    """An environment in which interpreters find the package that this one has."""
+    roots = [str(Path(fp16opt.__file__).parents[1]), *filter(None, sys.path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(
+    folder: Path, script: Path, *arguments: str, ranks: int = 2, restarts: int = 0, timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """A script on some ranks, and all that they print. A group of its own, so that a timeout ends all of it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [f"--max-restarts={restarts}", "--monitor-interval=0.2", str(script), *arguments]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=of_this_package(),
+        cwd=folder,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return subprocess.CompletedProcess(command, process.returncode, output, "")

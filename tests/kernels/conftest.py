@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import emulated
 import pytest
@@ -50,3 +52,17 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: None) -> Iterator[str]:
     """Plain torch, and each SIMD level: for what threads can't change."""
     yield from _use(request.param, monkeypatch, request)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where kernels and verdicts are kept for one test, with the log of the pretended compiler beside it."""
+    monkeypatch.setenv("FP16OPT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FAKE_NVRTC_LOG", str(tmp_path / "log"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def host(emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Emulated kernels serve the CPU."""
+    return emulated.use(emulated_cuda, monkeypatch)

@@ -1,25 +1,22 @@
-"""Calls of every CUDA kernel that writes tensors, of which one thread is executed: see ptx.py."""
+"""Calls of every CUDA kernel that writes tensors, whose grids are executed: see ptx_machine.py."""
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import emulated
+import ptx_faults
 import pytest
 import torch
 from named_steps import adam_step, sgd_step
-from ptx import Thread, program
+from ptx_machine import Machine
 from torch import Tensor
 
 from fp16opt.kernels import (
     CastStats,
     GradStats,
-    backends,
     cuda,
-    cuda_devices,
     cuda_rows,
     multi_tensor_axpby,
     multi_tensor_cast,
@@ -50,7 +47,7 @@ class Case(NamedTuple):
         kernel: the name of its functor.
         name: what is particular about it.
         written: the tensors that it writes, of N elements each.
-        apart: those of them whose bits are not compared: they depend on what other threads find, or are nan.
+        apart: those of them whose bits are not compared: they are nan.
         call: makes it.
         changed: where it marks what changes; None where it doesn't.
     """
@@ -173,7 +170,6 @@ def _steps() -> list[Case]:
             state: list[Tensor],
             call: Callable[..., None],
             *given: Any,
-            apart: tuple[Tensor, ...] = (),
             name: str = name,
             dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None] = (of_grad, of_master, of_model),
             **more: Any,
@@ -188,7 +184,7 @@ def _steps() -> list[Case]:
                 rest = more if model is None else {**more, "models": [model], "stats": stats}
                 found.append(
                     Case(
-                        f"Marking{kernel}" if marks else of_kind, name, written, list(apart),
+                        f"Marking{kernel}" if marks else of_kind, name, written, [],
                         lambda rest=rest: call([grad], [master], *given, **rest),
                         None if stats is None else stats.changed,
                     )
@@ -215,12 +211,12 @@ def _steps() -> list[Case]:
         first_codes, second, scales = codes(torch.int8), codes(torch.uint8), torch.rand(N // state8.BLOCK)
         add(
             "Adam8Step", [first_codes, second], state8.multi_tensor_adam8,
-            [first_codes], [second], [scales], count, adam, [0], factors, 3, apart=(second,),
+            [first_codes], [second], [scales], count, adam, [0], factors, 3,
         )  # fmt: skip
         shares, scales = codes(torch.int8), torch.rand(N // state8.BLOCK)
         add(
             "Sgd8Step", [shares], state8.multi_tensor_sgd8, [shares], [scales], momentum, [0], factors, 3,
-            apart=(shares,), first=[False],
+            first=[False],
         )  # fmt: skip
     return found
 
@@ -233,7 +229,7 @@ def _not_finite() -> list[Case]:
     lists = [grad], [master], [first], [second], [torch.rand(N // state8.BLOCK)], [torch.tensor(7.0)]
     more: Any = [AdamOptions(0.1, 0.9, 0.999, 1e-8, 0.1, True, False)], [0], Factors(ONE, ONE), 3
     step = Case(
-        "Adam8Step", "own, not finite", [master, first, second], [master, second],
+        "Adam8Step", "own, not finite", [master, first, second], [master],
         lambda: state8.multi_tensor_adam8(*lists, *more),
     )  # fmt: skip
     return [step]
@@ -245,44 +241,15 @@ def all_cases() -> list[Case]:
     return _elementwise() + _steps() + _not_finite()
 
 
-class OneThread:
-    """What launches kernels, in place of a card: one thread of each.
-
-    Args:
-        kernels: their PTX by the name of the functor.
-        functors: these, by the kernels' names.
-
-    Attributes:
-        ran: the last one.
-    """
-
-    def __init__(self, kernels: dict[str, str], functors: dict[str, str]) -> None:
-        self._kernels, self._functors = kernels, functors
-        self.ran: Thread
-
-    def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
-        self.ran = Thread(program(self._kernels[self._functors[name]]), arguments).run()
-
-    def execute(self, case: Case) -> Thread:
-        """What the thread does; the tensors stay as they are."""
-        with pytest.MonkeyPatch.context() as patched:
-            emulated.launch_on(self, patched)
-            patched.setattr(cuda, "Stream", emulated.HostStream)
-            patched.setattr(backends, "compiled_for", lambda device: cuda)
-            patched.setattr(cuda_devices, "release", lambda: 12)
-            case.call()
-        return self.ran
-
-
 class Executed(NamedTuple):
-    """What a thread did in one call.
+    """What was done in one call.
 
     Attributes:
         name: of the case.
-        total: bytes that it wrote to tensors.
+        total: bytes that the first thread wrote to tensors.
         wide: those of them that went in stores as wide as eight elements allow, of sixteen bytes at most.
         missing: elements of its own that it left as they were.
-        other: bytes that another backend writes differently.
+        other: bytes that another backend writes differently, of all threads.
         again: how often it loaded from one address, at most.
     """
 
@@ -294,26 +261,22 @@ class Executed(NamedTuple):
     again: int
 
 
-def compare(case: Case, thread: Thread) -> Executed:
-    """How a thread wrote the tensors of ``case``, and whether the backend that serves them writes the same bytes."""
-    before = b"" if case.changed is None else bytes(case.changed.of(0)[1:].view(torch.uint8).tolist())
-    case.call()
+def execute(case: Case, twin: Case, machine: Machine) -> Executed:
+    """How a grid writes the tensors of ``case``, and whether the backend that serves those of its twin writes the same
+    bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        ptx_faults.serve(machine, patch)
+        case.call()
+    twin.call()
     total = wide = missing = other = 0
-    for tensor in case.written:
+    for tensor, same in zip(case.written, twin.written, strict=True):
         first, widest = tensor.data_ptr(), min(16, 8 * tensor.element_size())
-        stores = [store for store in thread.stores if first <= store.address < first + tensor.nbytes]
-        places = {store.address + k for store in stores for k in range(store.size)}
-        memory = ctypes.string_at(first, tensor.nbytes)
-        total += sum(store.size for store in stores)
-        wide += sum(store.size for store in stores if store.size == widest)
-        missing += ROWS * 8 - len(places) // tensor.element_size()
+        stores = [(address, size) for address, size in machine.stores if first <= address < first + tensor.nbytes]
+        total += sum(size for _, size in stores)
+        wide += sum(size for _, size in stores if size == widest)
+        missing += ROWS * 8 - len({at + k for at, size in stores for k in range(size)}) // tensor.element_size()
         if not any(tensor is one for one in case.apart):
-            other += sum(thread.written[at] != memory[at - first] for at in places)
-    if case.changed is not None:  # a byte for the eight elements that the thread has of each row
-        bits = case.changed.of(0)[1:]
-        for at in range(0, N // 8, N // 8 // ROWS):
-            byte = ctypes.string_at(bits.data_ptr() + at, 1)[0]
-            other += thread.written.get(bits.data_ptr() + at, before[at]) != byte
-    return Executed(
-        case.name, total, wide, missing, other, max(Counter(load.address for load in thread.loads).values())
-    )
+            other += int(tensor.view(torch.uint8).ne(same.view(torch.uint8)).sum())
+    if case.changed is not None and twin.changed is not None:
+        other += int(case.changed.of(0).ne(twin.changed.of(0)).sum())
+    return Executed(case.name, total, wide, missing, other, max(Counter(at for at, _ in machine.loads).values()))

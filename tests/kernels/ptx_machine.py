@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ptx import _SHARED, Instruction, Program
+from ptx import SHARED, Instruction, Program
 
 SOURCE = Path(__file__).resolve().parents[1] / "native" / "ptx_machine.cpp"
 OPS = (
@@ -60,6 +60,8 @@ TYPES = ["u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64", "f16", "f32", "f6
 COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"]
 SPECIAL = ("%tid.x", "%ntid.x", "%ctaid.x", "%nctaid.x")
 SINKS = ("tmp", "_")  # registers that compilers name for what they don't want
+ACCESSES = 1 << 18
+"""Of a thread, as many as are noted."""
 WITHOUT_VALUES = ("bar", "membar", "fence")
 
 
@@ -254,12 +256,16 @@ class Machine:
         executed: instructions until now.
         longest: launch, in instructions.
         limit: of a launch.
+        loads, stores: of global memory by the first thread in the last launch, in their order: (address, bytes).
     """
 
     def __init__(self, library: ctypes.CDLL, kernels: dict[str, str]) -> None:
         self._library, self._texts = library, kernels
         self._codes: dict[str, Code] = {}
         self.executed, self.longest, self.limit = 0, 0, 2**40
+        self.loads: list[tuple[int, int]] = []
+        self.stores: list[tuple[int, int]] = []
+        self._accesses = (ctypes.c_int64 * 2 * ACCESSES)()
 
     def code(self, name: str) -> Code:
         """A kernel's, made once."""
@@ -269,15 +275,18 @@ class Machine:
 
     def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
         code, program = self.code(name), self.code(name).program
-        size = max((at - _SHARED for at in program.symbols.values()), default=0) + 32768
+        size = max((at - SHARED for at in program.symbols.values()), default=0) + 32768
         special = (ctypes.c_int * 4)(*(code._slots[one] for one in SPECIAL))
         given = (ctypes.c_char_p * len(arguments))(*(one + bytes(256) for one in arguments))
-        constants, executed = code.constants(), ctypes.c_int64()
+        constants, executed, accessed = code.constants(), ctypes.c_int64(), ctypes.c_int64(ACCESSES)
         status = self._library.ptx_run(
             code.table, constants, len(constants), code.registers, special, ctypes.c_int64(size),
-            ctypes.c_int64(_SHARED), ctypes.c_int64(blocks), given, ctypes.c_int64(self.limit), ctypes.byref(executed),
-            code.seen, code.counts,
+            ctypes.c_int64(SHARED), ctypes.c_int64(blocks), given, ctypes.c_int64(self.limit), ctypes.byref(executed),
+            code.seen, code.counts, self._accesses, ctypes.byref(accessed),
         )  # fmt: skip
+        found = [(address, size) for address, size in self._accesses[: accessed.value]]
+        self.loads = [(address, size) for address, size in found if size > 0]
+        self.stores = [(address, -size) for address, size in found if size < 0]
         self.executed += executed.value
         self.longest = max(self.longest, executed.value)
         if status:

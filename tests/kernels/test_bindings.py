@@ -123,18 +123,12 @@ def test_flags_and_groups_have_one_entry_for_each_row() -> None:
         native.module.step(table, lists, 1, 1, *step, [-1], b"", 0, False)
 
 
-def test_addresses_are_put_where_they_are_wanted() -> None:
-    room = (ctypes.c_uint64 * 8)(*[7] * 8)
-    at, lists = ctypes.addressof(room), [[1, 2, 3], array.array("Q", [4, 5, 6]), [7]]
-    assert native.module.put_addresses(lists, 1, 1, [2, 0], at, 16)
-    assert list(room) == [6, 7, 4, 7, 7, 7, 7, 7]
-    assert not native.module.put_addresses(lists, 1, 1, [2, 0], at, 16)
-    assert native.module.put_addresses(lists, 0, 2, None, at, 8)
-    assert list(room) == [1, 2, 3, 4, 5, 6, 7, 7]
+def test_addresses_that_are_not_there_are_not_put() -> None:
+    at = ctypes.addressof(ctypes.c_uint64())
     with pytest.raises(ValueError, match="fewer lists of addresses"):
-        native.module.put_addresses(lists, 2, 2, None, at, 8)
+        native.module.put_addresses([[1]], 1, 1, None, at, 8)
     with pytest.raises(IndexError):
-        native.module.put_addresses(lists, 0, 1, [3], at, 8)
+        native.module.put_addresses([[1]], 0, 1, [1], at, 8)
 
 
 def test_memory_is_compared_by_its_bytes() -> None:

@@ -169,19 +169,22 @@ def instructions(body: str) -> Counter[str]:
 
 
 @pytest.fixture(scope="module")
-def executed(compiled: Compiled) -> dict[str, list[ptx_cases.Executed]]:
-    """What one thread of each kernel that writes tensors does, by the name of the functor. All tensors are aligned."""
+def machine_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return ptx_machine.build(tmp_path_factory.mktemp("machine"))
+
+
+@pytest.fixture(scope="module")
+def executed(compiled: Compiled, machine_library: ctypes.CDLL) -> dict[str, list[ptx_cases.Executed]]:
+    """What grids of each kernel that writes tensors do, by the name of the functor. All tensors are aligned."""
     found: dict[str, list[ptx_cases.Executed]] = {}
     missing = {name: text for name, text in compiled.kernels.items() if (name, text) not in EXECUTED}
-    one = ptx_cases.OneThread(missing, {name: kernel.functor.name for name, kernel in KERNELS.items()})
-    for case in ptx_cases.all_cases() if missing else []:
+    texts = {name: missing[k.functor.name] for name, k in KERNELS.items() if k.functor.name in missing}
+    machine = ptx_machine.Machine(machine_library, texts)
+    for case, twin in zip(ptx_cases.all_cases(), ptx_cases.all_cases(), strict=True) if missing else ():
         if case.kernel in missing:
-            found.setdefault(case.kernel, []).append(ptx_cases.compare(case, one.execute(case)))
+            found.setdefault(case.kernel, []).append(ptx_cases.execute(case, twin, machine))
     EXECUTED.update({(name, missing[name]): ran for name, ran in found.items()})
-    for name, text in compiled.kernels.items():
-        if (name, text) in EXECUTED:
-            found[name] = EXECUTED[name, text]
-    return found
+    return {name: EXECUTED[name, text] for name, text in compiled.kernels.items() if (name, text) in EXECUTED}
 
 
 EXECUTED: dict[tuple[str, str], list[ptx_cases.Executed]] = {}
@@ -277,7 +280,7 @@ def test_aligned_elements_are_stored_as_wide_as_they_are_loaded(
 
 
 @pytest.mark.parametrize("name", [name for name, (_, stores) in WIDE.items() if stores])
-def test_a_thread_writes_the_bits_of_the_cpu(executed: dict[str, list[ptx_cases.Executed]], name: str) -> None:
+def test_a_grid_writes_the_bits_of_the_cpu(executed: dict[str, list[ptx_cases.Executed]], name: str) -> None:
     """Instruction by instruction, and not as the emulated source does it."""
     assert {one.name: one.other for one in executed[name]} == {one.name: 0 for one in executed[name]}
 
@@ -289,11 +292,6 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def machine_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return ptx_machine.build(tmp_path_factory.mktemp("machine"))
 
 
 def texts_of(compiled: Compiled, names: Iterable[str]) -> tuple[tuple[str, str], ...]:

@@ -33,15 +33,9 @@ from fp16opt.kernels import (
     nvrtc,
 )
 
+pytestmark = pytest.mark.usefixtures("folder")
 STREAM = "7700000000000010"
 FIRST = list(cuda_rows.FIRST)
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FP16OPT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("FAKE_NVRTC_LOG", str(tmp_path / "log"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -355,21 +349,37 @@ def test_an_old_card(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(r"it is of compute capability 6.1, and the CUDA kernels need 7.0 or newer")
 
 
-def test_a_torch_without_nvrtc(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_devices, "find", nvrtc.find)
-    refused(r"libnvrtc.so.14, the compiler that torch's CUDA wheels bring, was not found")
+LACKING: dict[str, tuple[Any, str, Any, str]] = {
+    "NVRTC": (
+        *(cuda_devices, "find", lambda _: nvrtc.find),
+        r"libnvrtc.so.14, the compiler that torch's CUDA wheels bring, was not found",
+    ),
+    "a driver": (
+        *(cuda_devices, "Driver", lambda _: lambda: cuda_driver.Driver("libcuda-gone.so.1")),
+        r"libcuda.so.1, NVIDIA's driver, can't be loaded: libcuda-gone.so.1: cannot open",
+    ),
+    "a newer driver": (
+        *(cuda_devices, "Driver", lambda at: lambda: cuda_driver.Driver(str(at / cards.LIBRARIES["fake_nvrtc"]))),
+        r"NVIDIA's driver has no cuInit: it is too old",
+    ),
+    "Linux": (
+        *(cuda_devices.sys, "platform", lambda _: "win32"),
+        r"the CUDA kernels are launched on Linux only, this is win32",
+    ),
+    "the source": (
+        *(cuda_devices, "digest", lambda _: lambda: cuda_rows.device_code(Path("/gone/_cuda.cuh"))),
+        r"/gone/_cuda.cuh, the source of the CUDA kernels, is missing: reinstall fp16opt",
+    ),
+}
 
 
-def test_no_driver(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_devices, "Driver", lambda: cuda_driver.Driver("libcuda-gone.so.1"))
-    refused(r"libcuda.so.1, NVIDIA's driver, can't be loaded: libcuda-gone.so.1: cannot open")
-    assert re.search(r"^CUDA driver +missing: libcuda.so.1, ", command.report(), re.MULTILINE)
-
-
-def test_a_driver_that_is_too_old(driver: Any, libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = str(libraries / cards.LIBRARIES["fake_nvrtc"])
-    monkeypatch.setattr(cuda_devices, "Driver", lambda: cuda_driver.Driver(other))
-    refused(r"NVIDIA's driver has no cuInit: it is too old")
+@pytest.mark.parametrize("what", LACKING)
+def test_what_is_lacking(driver: Any, libraries: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    of, name, made, match = LACKING[what]
+    monkeypatch.setattr(of, name, made(libraries))
+    refused(match)
+    if what == "a driver":
+        assert re.search(r"^CUDA driver +missing: libcuda.so.1, ", command.report(), re.MULTILINE)
 
 
 def test_an_nvrtc_that_is_too_old(libraries: Path) -> None:
@@ -387,16 +397,6 @@ def test_a_failure_of_nvrtc_has_its_words(libraries: Path) -> None:
     compiler = nvrtc.Nvrtc(str(libraries / cards.LIBRARIES["fake_nvrtc"]))
     with pytest.raises(nvrtc.NvrtcError, match="nvrtcCreateProgram reports NVRTC_ERROR_OTHER"):
         compiler.compile("no kernel", "x", 90, ())
-
-
-def test_another_system(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_devices.sys, "platform", "win32")
-    refused(r"the CUDA kernels are launched on Linux only, this is win32")
-
-
-def test_an_install_without_the_source(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_devices, "digest", lambda: cuda_rows.device_code(Path("/gone/_cuda.cuh")))
-    refused(r"/gone/_cuda.cuh, the source of the CUDA kernels, is missing: reinstall fp16opt")
 
 
 def test_machines_without_cards_hear_nothing(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,10 +444,6 @@ def test_compiling_ahead_without_a_card(driver: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_what_compiling_ahead_refuses(driver: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    for wrong in (["--arch"], ["sm_70"], ["--arch", "volta"], ["--arch", "sm_70,"], ["--out", "sm_70"]):
-        code, out, err = run(capsys, *wrong)
-        assert (code, out) == (2, ""), wrong
-        assert re.fullmatch(r"python -m fp16opt.*\. See python -m fp16opt.* --help\n", err), wrong
     code, out, _ = run(capsys, "--arch=sm_61,sm_100,sm_80")
     assert code == 1
     assert "sm_61  sm_61 is older than sm_70, the oldest that is served" in out

@@ -34,11 +34,6 @@ from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
 compiled = pytest.mark.skipif(not native.available(), reason="the compiled CPU module is not installed")
 
 
-@pytest.fixture
-def host(emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return emulated.use(emulated_cuda, monkeypatch)
-
-
 def two_steps(case: StepCase, seed: int) -> StepCase:
     """A step, and one with other gradients through the same tables."""
     rng = np.random.default_rng(seed)

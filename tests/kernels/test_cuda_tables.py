@@ -6,6 +6,7 @@ import copy
 import ctypes
 import gc
 import pickle
+from array import array
 from typing import Any
 
 import emulated
@@ -35,11 +36,6 @@ from fp16opt.kernels.operations import Factors, SgdOptions
 from fp16opt.kernels.table import L2NORM
 
 CHUNK = 65536
-
-
-@pytest.fixture
-def host(emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return emulated.use(emulated_cuda, monkeypatch)
 
 
 def tensors(n: int, seed: int = 0) -> list[torch.Tensor]:
@@ -299,7 +295,7 @@ def test_addresses_are_put_where_they_belong(
     monkeypatch: pytest.MonkeyPatch, places: list[int] | None, stride: int
 ) -> None:
     """By the compiled module and without it: one after the other, and what lies between stays."""
-    call = Call(L2NORM, None, (), [[11, 12, 13], [21, 22, 23], [31, 32, 33]], None)  # type: ignore[arg-type]
+    call = Call(L2NORM, None, (), [[11, 12, 13], array("Q", [21, 22, 23]), [31, 32, 33]], None)  # type: ignore[arg-type]
     wanted = [10 * k + p + 1 for k in (2, 3) for p in ([0, 1, 2] if places is None else places)]
     for module in dict.fromkeys((native.module, None)):
         monkeypatch.setattr(native, "module", module)

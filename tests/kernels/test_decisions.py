@@ -13,6 +13,7 @@ import numpy as np
 import pretended
 import pytest
 import torch
+from engine.checks import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,11 +24,6 @@ from fp16opt.kernels import GradStats, backends, cuda_devices, native
 
 SCALES = st.integers(-14, 24).map(lambda e: 2.0**e)
 FACTORS = st.floats(1.0 + 2.0**-10, 1e6, width=32) | st.sampled_from([2.0, 1.1, 3.0, 2.0**40])
-
-
-@pytest.fixture
-def compiled(emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return emulated.use(emulated_cuda, monkeypatch)
 
 
 def close(scaler: Any, found: float, counters: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -71,7 +67,7 @@ def dynamic_scalers(draw: Any) -> tuple[Any, Any]:
 
 
 @given(dynamic_scalers(), st.lists(st.booleans(), min_size=1, max_size=30))
-def test_the_scale_follows_as_update_says(compiled: Any, scalers: tuple[Any, Any], overflows: list[bool]) -> None:
+def test_the_scale_follows_as_update_says(host: Any, scalers: tuple[Any, Any], overflows: list[bool]) -> None:
     ours, theirs = scalers
     last, skipped = torch.full((), 7.0), torch.zeros((), dtype=torch.float64)
     for k, overflow in enumerate(overflows):
@@ -171,24 +167,7 @@ def bits_of(scaler: Any) -> tuple[float, ...]:
     return float(scaler.scale), int(scaler.consecutive_skips), scaler.generation
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=30))
-def test_the_scale_follows_the_rule_in_plain_numbers(compiled: Any, overflows: list[bool]) -> None:
-    """By the words of DynamicLossScaler's docstring."""
-    scaler = DynamicLossScaler(2.0**8, growth_interval=3, hysteresis=2, min_scale=2.0**5, max_scale=2.0**9)
-    scale, clean, skips = 2.0**8, 0, 0
-    for overflow in overflows:
-        if overflow:
-            clean, skips = 0, skips + 1
-            scale = max(scale / 2, 2.0**5) if skips >= 2 else scale
-        else:
-            clean, skips = clean + 1, 0
-            if clean == 3:
-                scale, clean = min(scale * 2, 2.0**9), 0
-        close(scaler, float(overflow), (torch.zeros(()), torch.zeros((), dtype=torch.float64)))
-        assert (scaler.scale.item(), int(scaler.growth_tracker), int(scaler.consecutive_skips)) == (scale, clean, skips)
-
-
-def test_counts_wrap_where_they_wrap_in_torch(compiled: Any) -> None:
+def test_counts_wrap_where_they_wrap_in_torch(host: Any) -> None:
     pair = [DynamicLossScaler(2.0, hysteresis=2**31 - 1, growth_interval=2**31 - 1) for _ in range(2)]
     for found in (1.0, 0.0):
         for scaler in pair:
@@ -220,6 +199,14 @@ def test_a_clip_is_decided_as_in_torch(
     for a, b, what in zip(got, wanted, ("norm", "factor"), strict=True):
         assert a.dtype == b.dtype == torch.float32
         assert (a.isnan() and b.isnan()) or a.view(torch.int32) == b.view(torch.int32), f"{what}: {a} is not {b}"
+
+
+@pytest.mark.parametrize(
+    ("norm", "factor"), [(math.nan, math.nan), (math.inf, 0.0), (1e39, 1e-39), (1e300, 1e-300)], ids=str
+)
+def test_the_factor_of_norms_beyond_float32(norm: float, factor: float) -> None:
+    _, found = backends.decide_clip(torch.tensor(norm, dtype=torch.float64), None, 1.0)
+    assert_same_bits(found, torch.tensor(factor, dtype=torch.float64).float())
 
 
 @given(norm=st.floats(0.0, 1e30), max_norm=st.floats(0.0, 1e30))
@@ -269,23 +256,21 @@ def test_settings_that_are_loaded_are_written_in_place() -> None:
     assert memory.settings.tolist() == [3.0, 0.25, 7.0, 2.0, 2.0**-14, 2.0**24]
 
 
-def test_decisions_run_on_the_current_stream_and_hold_what_they_use(
-    compiled: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decisions_run_on_the_current_stream_and_hold_what_they_use(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
     launched: list[tuple[Any, ...]] = []
 
     def hold(_: Any, given: Sequence[object]) -> None:
         held.extend(one.data_ptr() for one in given if isinstance(one, torch.Tensor))
 
-    monkeypatch.setattr(compiled, "hold", hold)
+    monkeypatch.setattr(host, "hold", hold)
 
     class Noted(pretended.Counting):
         def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
             launched.append((name, blocks, stream, len(arguments)))
             super().launch(name, blocks, stream, *arguments)
 
-    monkeypatch.setattr(compiled, "current", 7)
+    monkeypatch.setattr(host, "current", 7)
     emulated.launch_on(Noted(cuda_devices.kernels_on(0)), monkeypatch)
     norm, found, scale = torch.tensor(2.0, dtype=torch.float64), torch.tensor(0.0), torch.tensor(8.0)
     results = [*backends.decide_clip(norm, found, 1.0), *backends.capture_scale(scale)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import oracle_kernels as oracle
@@ -36,6 +38,7 @@ from fp16opt.kernels import (
     multi_tensor_lerp,
     multi_tensor_scale,
     multi_tensor_unscale,
+    multi_tensor_unscale_clipped,
 )
 
 SEEDS = range(4)
@@ -127,72 +130,81 @@ def test_l2norm_of_random_lists_and_of_what_unscale_wrote(implementation: str, s
     assert multi_tensor_l2norm(masters)[0].item() == stats.norm.item()
 
 
+class Operation(NamedTuple):
+    """What writes to one of its lists and has no statistics."""
+
+    dtypes: list[tuple[torch.dtype, ...]]
+    written: int
+    """The list that is written to."""
+    call: Callable[[list[list[Tensor | None]], float], None]
+    wanted: Callable[[list[Tensor], float], oracle.Array]
+    """What the oracle makes of one entry of each list, in the memory order of the one that is written."""
+    settings: tuple[float, ...]
+
+
+AVERAGED = [*((torch.float32, value) for value in UP_TO_SINGLE), (torch.float64, torch.float64)]
+SUMMED = list(itertools.product(UP_TO_SINGLE, repeat=3))
+
+
+def axpby(lists: list[list[Tensor | None]], written: float) -> None:
+    multi_tensor_axpby(0.1, lists[0], -3.0, lists[1], lists[int(written)])
+
+
+def axpby_wanted(row: list[Tensor], written: float) -> oracle.Array:
+    out = row[int(written)]
+    u, v = (oracle.decode(raw(one, out), KINDS[one.dtype]) for one in row[:2])
+    return oracle.axpby(0.1, u, -3.0, v, KINDS[out.dtype])
+
+
+def clipped_wanted(row: list[Tensor], factor: float) -> oracle.Array:
+    """In two roundings."""
+    wide = oracle.unscale(raw(*row), KINDS[row[0].dtype], np.float32(0.3), None).out
+    return oracle.scale(wide, KINDS[row[1].dtype], np.float32(factor))
+
+
+OPERATIONS = {
+    "scale": Operation(
+        [(d,) for d in KINDS],
+        0,
+        lambda lists, factor: multi_tensor_scale(lists[0], torch.tensor(factor)),
+        lambda row, factor: oracle.scale(raw(row[0]), KINDS[row[0].dtype], np.float32(factor)),
+        (0.3, 2.0**-20, math.inf),
+    ),
+    "lerp": Operation(
+        AVERAGED,
+        0,
+        lambda lists, weight: multi_tensor_lerp(*lists, weight, cache=CallCache()),
+        lambda row, weight: oracle.lerp(raw(row[0]), raw(row[1], row[0]), KINDS[row[1].dtype], weight),
+        (0.0, 1e-4, 0.3, 0.5, 0.9, 1.0),
+    ),
+    **{f"axpby into {'xyo'[into]}": Operation(SUMMED, into, axpby, axpby_wanted, (into,)) for into in range(3)},
+    "unscale_clipped": Operation(
+        UNSCALE_DTYPES,
+        1,
+        lambda lists, factor: multi_tensor_unscale_clipped(*lists, torch.tensor(0.3), torch.tensor(factor)),
+        clipped_wanted,
+        (0.7,),
+    ),
+}
+
+
 @functools.cache
-def scale_case(seed: int, factor: float) -> tuple[list[Tensor | None], list[oracle.Array | None]]:
-    (tensors,) = random_rows(np.random.default_rng(200 + seed), [(d,) for d in KINDS], 0.01)
-    return tensors, [None if t is None else oracle.scale(raw(t), KINDS[t.dtype], np.float32(factor)) for t in tensors]
+def operation_case(name: str, setting: float, seed: int) -> tuple[list[list[Tensor | None]], list[oracle.Array | None]]:
+    operation = OPERATIONS[name]
+    lists = random_rows(np.random.default_rng(200 + seed), operation.dtypes, 0.01)
+    rows = zip(*lists, strict=True)
+    return lists, [None if any(t is None for t in row) else operation.wanted(list(row), setting) for row in rows]
 
 
-@pytest.mark.parametrize("factor", [0.3, 2.0**-20, math.inf])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_scale_of_random_lists(implementation: str, seed: int, factor: float) -> None:
-    firsts, wanted = scale_case(seed, factor)
-    multi_tensor_scale(tensors := copies(firsts), torch.tensor(factor))
-    for i, (tensor, values) in enumerate(zip(tensors, wanted, strict=True)):
+@pytest.mark.parametrize(("name", "setting"), [(name, at) for name, one in OPERATIONS.items() for at in one.settings])
+def test_operations_of_random_lists(implementation: str, name: str, setting: float, seed: int) -> None:
+    firsts, wanted = operation_case(name, setting, seed)
+    lists = list(map(copies, firsts))
+    OPERATIONS[name].call(lists, setting)
+    for i, (tensor, values) in enumerate(zip(lists[OPERATIONS[name].written], wanted, strict=True)):
         if tensor is not None and values is not None:
             assert_same_values(raw(tensor), values, KINDS[tensor.dtype], f"tensor {i}")
-
-
-@functools.cache
-def lerp_case(weight: float) -> tuple[list[Tensor | None], list[Tensor | None], list[oracle.Array | None]]:
-    combinations = [*((torch.float32, value) for value in UP_TO_SINGLE), (torch.float64, torch.float64)]
-    averages, values = random_rows(np.random.default_rng(int(weight * 1e4)), combinations, 0.01)
-    wanted = [
-        None if a is None or v is None else oracle.lerp(raw(a), raw(v, a), KINDS[v.dtype], weight)
-        for a, v in zip(averages, values, strict=True)
-    ]
-    return averages, values, wanted
-
-
-@pytest.mark.parametrize("weight", [0.0, 1e-4, 0.3, 0.5, 0.9, 1.0])
-def test_lerp_of_random_lists(implementation: str, weight: float) -> None:
-    firsts, values, wanted = lerp_case(weight)
-    averages = copies(firsts)
-    multi_tensor_lerp(averages, values, weight, cache=CallCache())
-    for i, (average, want) in enumerate(zip(averages, wanted, strict=True)):
-        if average is not None and want is not None:
-            assert_same_values(raw(average), want, KINDS[average.dtype], f"tensor {i}")
-
-
-@functools.cache
-def axpby_lists(seed: int) -> list[list[Tensor | None]]:
-    combinations = [(x, y, out) for x in UP_TO_SINGLE for y in UP_TO_SINGLE for out in UP_TO_SINGLE]
-    return random_rows(np.random.default_rng(300 + seed), combinations, 0.01)
-
-
-@functools.cache
-def axpby_wanted(seed: int, in_place: str) -> list[oracle.Array | None]:
-    xs, ys, outs = axpby_lists(seed)
-    outs = {"": outs, "x": xs, "y": ys}[in_place]
-    wanted: list[oracle.Array | None] = []
-    for x, y, out in zip(xs, ys, outs, strict=True):
-        if x is None or y is None or out is None:
-            wanted.append(None)
-            continue
-        u, v = oracle.decode(raw(x, out), KINDS[x.dtype]), oracle.decode(raw(y, out), KINDS[y.dtype])
-        wanted.append(oracle.axpby(0.1, u, -3.0, v, KINDS[out.dtype]))
-    return wanted
-
-
-@pytest.mark.parametrize("in_place", ["", "x", "y"])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_axpby_of_random_lists(implementation: str, seed: int, in_place: str) -> None:
-    xs, ys, outs = map(copies, axpby_lists(seed))
-    outs = {"": outs, "x": xs, "y": ys}[in_place]
-    multi_tensor_axpby(0.1, xs, -3.0, ys, outs)
-    for i, (out, values) in enumerate(zip(outs, axpby_wanted(seed, in_place), strict=True)):
-        if out is not None and values is not None:
-            assert_same_values(raw(out), values, KINDS[out.dtype], f"tensor {i}")
 
 
 @functools.cache

@@ -89,7 +89,7 @@ def test_without_a_compiler_the_build_goes_on_and_says_so_once(tmp_path: Path, c
 def test_the_module_can_be_demanded_or_skipped(tmp_path: Path) -> None:
     demanded = build(tmp_path / "demanded", CXX="/bin/false", FP16OPT_CPU="1")
     assert demanded.returncode != 0
-    assert "FP16OPT_CPU=1 is set, but" in demanded.stderr
+    assert "FP16OPT_CPU=1 is set, but the compiler '/bin/false' failed" in demanded.stderr
     assert build(tmp_path / "skipped", FP16OPT_CPU="0").returncode == 0
     assert outcome(tmp_path / "skipped").startswith("skipped")
 
@@ -124,7 +124,7 @@ def test_the_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> Non
             return []
         *units, link = log.read_text().splitlines()
         assert "-shared" in link or "-bundle" in link
-        assert not [unit for unit in units if "-ffp-contract=off" not in unit]
+        assert all("-ffp-contract=off" in unit and "-ffast-math" not in unit and "-Ofast" not in unit for unit in units)
         return sorted(unit.split(" -c ")[1].split()[0] for unit in units)
 
     first = compiled()
@@ -211,17 +211,8 @@ def test_the_build_leaves_the_source_of_the_cuda_kernels(tmp_path: Path) -> None
     assert system == {"cstddef", "cstdint", "cstdlib", "cstring", "vector"}, "for a host compiler; NVRTC has none"
 
 
-@pytest.mark.all
-@needs_build_tools
-def test_flags_never_allow_contraction_or_fast_math() -> None:
-    text = (ROOT / "setup.py").read_text()
-    assert "-ffp-contract=off" in text
-    assert "-ffast-math" not in text
-    assert "-Ofast" not in text
-
-
 def test_only_the_bindings_know_python_and_nothing_knows_torch() -> None:
-    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cuh")]
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
     assert sources
     for path in sources:
         includes = re.findall(r'#include [<"](.*)[>"]', path.read_text())

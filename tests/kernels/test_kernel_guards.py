@@ -14,14 +14,21 @@ from fp16opt.kernels import (
     CallCache,
     CastStats,
     GradStats,
+    Snapshots,
     backend,
     multi_tensor_axpby,
     multi_tensor_cast,
+    multi_tensor_compare,
+    multi_tensor_join,
     multi_tensor_l2norm,
     multi_tensor_lerp,
+    multi_tensor_measure,
+    multi_tensor_refresh_masters,
     multi_tensor_sample,
     multi_tensor_scale,
+    multi_tensor_split,
     multi_tensor_unscale,
+    multi_tensor_unscale_clipped,
     native,
 )
 from fp16opt.kernels.operations import Factors, LionOptions, SgdOptions, multi_tensor_step
@@ -31,6 +38,10 @@ ONE = torch.tensor(1.0)
 
 def unscale(grads: Any, outs: Any, inv: Any = ONE, n: int = 1, **more: Any) -> None:
     multi_tensor_unscale(grads, outs, inv, GradStats.allocate(n, "cpu"), **more)
+
+
+def refresh(masters: list[Tensor], now: Tensor, then: Tensor, taken: Tensor) -> None:
+    multi_tensor_refresh_masters(masters, [HALF], now, then, taken)
 
 
 def stats_with(name: str, tensor: Tensor) -> GradStats:
@@ -43,6 +54,7 @@ HALF, SINGLE, DOUBLE, INTS = (
 )
 SPARSE = torch.ones(3).to_sparse()
 META = torch.ones(3, device="meta")
+DIGEST, FLAG = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
 # What is said, and the call that is refused.
 WRONG_TYPES: list[tuple[str, Callable[[], object]]] = [
     (
@@ -89,6 +101,30 @@ WRONG_TYPES: list[tuple[str, Callable[[], object]]] = [
         lambda: multi_tensor_sample([SINGLE], torch.zeros(1, dtype=torch.int64)),
     ),
     (
+        r"unscale_clipped: factor must be float32, got float64",
+        lambda: multi_tensor_unscale_clipped([], [], ONE, ONE.double()),
+    ),
+    (r"unscale_clipped: inv_scale must be a tensor, got float", lambda: multi_tensor_unscale_clipped([], [], 1.0, ONE)),
+    (r"refresh_masters: now must be int64, got int32", lambda: refresh([SINGLE], FLAG, DIGEST, FLAG)),
+    (r"refresh_masters: taken must be int32, got int64", lambda: refresh([SINGLE], DIGEST, DIGEST, DIGEST)),
+    (r"refresh_masters: wants float32 masters and", lambda: refresh([HALF], DIGEST, DIGEST, FLAG)),
+    (
+        r"multi_tensor_split: wants float32 masters into float16 or bfloat16 params and int16.*params\[0\] float32",
+        lambda: multi_tensor_split([SINGLE], [SINGLE], [SINGLE.short()], CastStats.allocate(1, "cpu")),
+    ),
+    (
+        r"multi_tensor_join: wants .*int16 or int8 remainders into float32, got .*remainders\[0\] float16",
+        lambda: multi_tensor_join([HALF], [HALF], [SINGLE]),
+    ),
+    (
+        r"multi_tensor_measure: wants float16, bfloat16, float32 or float64, got grads\[0\] int32",
+        lambda: multi_tensor_measure([INTS]),
+    ),
+    (
+        r"multi_tensor_compare: wants float32 masters .*, got masters\[0\] float32, weights\[0\] float64",
+        lambda: multi_tensor_compare([SINGLE], [DOUBLE], Snapshots([SINGLE])),
+    ),
+    (
         r"multi_tensor_sample: samples must be int64, got int32",
         lambda: multi_tensor_sample([HALF], torch.zeros(1, dtype=torch.int32)),
     ),
@@ -117,6 +153,28 @@ WRONG_VALUES: list[tuple[str, Callable[[], object]]] = [
         ),
     ),
     (r"accumulate has 2 entries, grads has 1", lambda: unscale([HALF], [SINGLE], accumulate=[True] * 2)),
+    (r"write=False goes with accumulate=False only", lambda: unscale([HALF], [SINGLE], accumulate=True, write=False)),
+    (r"then must be contiguous with 1 element\(s\)", lambda: refresh([SINGLE], DIGEST, DIGEST.repeat(2), FLAG)),
+    (
+        r"remainders\[0\] has shape \(1,\)",
+        lambda: multi_tensor_split([SINGLE], [HALF], [HALF[:1].short()], CastStats.allocate(1, "cpu")),
+    ),
+    (
+        r"before\.offsets must be contiguous with 1 element\(s\)",
+        lambda: multi_tensor_compare([SINGLE], [HALF], Snapshots([])),
+    ),
+    (
+        r"before has 8 element\(s\) for masters\[0\], which needs 16 of its dtype",
+        lambda: multi_tensor_compare([torch.ones(9)], [torch.ones(9).half()], Snapshots([SINGLE])),
+    ),
+    (
+        r"before has 8 element\(s\) for masters\[0\], which needs 8 of its dtype",
+        lambda: multi_tensor_compare([DOUBLE], [DOUBLE], Snapshots([SINGLE])),
+    ),
+    (
+        r"weights\[0\] has shape \(2,\), but masters\[0\] has \(3,\)",
+        lambda: multi_tensor_compare([SINGLE], [HALF[:2]], Snapshots([SINGLE])),
+    ),
     (r"factor must be on cpu", lambda: multi_tensor_scale([SINGLE], ONE.to("meta"))),
     (r"check must be 'both', 'x' or 'y', got 'z'", lambda: multi_tensor_axpby(1.0, [], 1.0, [], [], check="z")),
     (r"a must fit into float32, got 1e\+39", lambda: multi_tensor_axpby(1e39, [], 1.0, [], [])),
@@ -182,13 +240,12 @@ def test_backend_per_device(level: str) -> None:
     assert backend(torch.device("meta")) == "reference"
 
 
+PLAIN, MIXED, ADDRESS = ([1], [[2]], [0]), ([1], [[2], [3]], [0]), ONE.data_ptr()
+
+
 @pytest.mark.skipif(not native.available(), reason="the compiled CPU module is not installed")
 class TestCompiledModule:
     """The module's own checks, behind those of native.py."""
-
-    def test_level_must_exist(self) -> None:
-        with pytest.raises(ValueError, match="SIMD level 'sse9' is not one"):
-            native.module.use_simd_level("sse9")
 
     @pytest.mark.parametrize(
         ("table", "match"),
@@ -203,36 +260,35 @@ class TestCompiledModule:
         with pytest.raises(ValueError, match=match):
             native.module.Table(*table)
 
-    def test_lists_that_do_not_fit_the_table(self) -> None:
-        address = ONE.data_ptr()
-        table = native.module.Table([1], [[2]], [0])
-        with pytest.raises(ValueError, match="another number of lists"):
-            native.module.cast(table, [[0], [0]], 1, 4, 0, 0, 0)
-        with pytest.raises(ValueError, match="fewer lists of addresses"):
-            native.module.cast(table, [[0]], 1, 4, 0, 0, 0)
-        with pytest.raises(ValueError, match="the table's length"):
-            native.module.scale(table, [[]], 1, 4, address)
-        with pytest.raises(ValueError, match="outside the statistics"):
-            native.module.l2norm(table, [[0]], 1, 0, 0, 0, 0)
-        with pytest.raises(ValueError, match="a row lies outside the lists"):
-            native.module.sample(table, [[0]], 1, 0, 0)
-        with pytest.raises(ValueError, match="16-bit"):
-            native.module.sample(table, [[0]], 1, 4, 0)
-        wide = native.module.Table([1], [[3]] * 3, [0])
-        with pytest.raises(ValueError, match="float64"):
-            native.module.axpby(wide, [[0]] * 3, 1, 1, 1.0, 1.0, 0, 0)
-        mixed = native.module.Table([1], [[2], [3]], [0])
-        with pytest.raises(ValueError, match="averages must be float32, or float64 of float64"):
-            native.module.lerp(mixed, [[0]] * 2, 1, 1, 0.5, False)
-        with pytest.raises(ValueError, match="outs must be float32"):
-            native.module.unscale(mixed, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, True, False)
-        with pytest.raises(ValueError, match="outs must be float32"):
-            native.module.unscale_clipped(mixed, [[0]] * 2, 1, 1, address, address)
-        single = native.module.Table([0], [[2], [2]], [0])
-        with pytest.raises(ValueError, match="not written can't be added to"):
-            native.module.unscale(single, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, False, True)
-        with pytest.raises(ValueError, match="masters must be float32"):
-            native.module.cast(mixed, [[0]] * 2, 1, 1, 0, 0, 0)
+    @pytest.mark.parametrize(
+        ("table", "name", "lists", "arguments", "match"),
+        [
+            (PLAIN, "cast", 2, (1, 4, 0, 0, 0), "another number of lists"),
+            (PLAIN, "compare", 2, (1, 4, 0, 0, 0), "another number of lists"),
+            (PLAIN, "l2norm", 1, (1, 0, 0, 0, 0), "outside the statistics"),
+            (PLAIN, "sample", 1, (1, 0, 0), "a row lies outside the lists"),
+            (PLAIN, "sample", 1, (1, 4, 0), "16-bit"),
+            (PLAIN, "measure", 1, (1, 0, 0), "a row lies outside the numbers"),
+            (([1], [[3]], [0]), "measure", 1, (1, 1, 0), "numbers are of float16, bfloat16 and float32"),
+            (([1], [[3]] * 3, [0]), "axpby", 3, (1, 1, 1.0, 1.0, 0, 0), "float64"),
+            (MIXED, "lerp", 2, (1, 1, 0.5, False), "averages must be float32, or float64 of float64"),
+            (MIXED, "unscale", 2, (1, 1, ADDRESS, 0, 0, 0, 0, True, False), "outs must be float32"),
+            (MIXED, "unscale_clipped", 2, (1, 1, ADDRESS, ADDRESS), "outs must be float32"),
+            (MIXED, "cast", 2, (1, 1, 0, 0, 0), "masters must be float32"),
+            (
+                ([0], [[2], [2]], [0]),
+                "unscale",
+                2,
+                (1, 1, ADDRESS, 0, 0, 0, 0, False, True),
+                "not written can't be added to",
+            ),
+        ],
+    )
+    def test_lists_that_do_not_fit_the_table(
+        self, table: Any, name: str, lists: int, arguments: tuple[Any, ...], match: str
+    ) -> None:
+        with pytest.raises(ValueError, match=match):
+            getattr(native.module, name)(native.module.Table(*table), [[0]] * lists, *arguments)
 
 
 def test_a_step_by_a_formula_refuses_what_is_none_of_it() -> None:

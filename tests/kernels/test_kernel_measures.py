@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import oracle_kernels as oracle
@@ -13,7 +11,6 @@ import torch
 from kernel_cases import KINDS, LAYOUTS, SIXTEEN, UP_TO_SINGLE, assert_same_number, lay_out, make, raw, shape_of
 from torch import Tensor
 
-from fp16opt import kernels
 from fp16opt.kernels import COMPARED, MEASURED, CallCache, Snapshots, multi_tensor_compare, multi_tensor_measure
 
 LONG = [16384, 16385, 16520, 65535, 65536, 65537, 131073, 200000]
@@ -160,41 +157,3 @@ def test_snapshots_hold_what_was_there_and_no_more() -> None:
         assert torch.equal(there.of(0)[: inside.numel()], inside)
         assert there.shares.item() == (1.0 if numel == 0 else numel / inside.numel()) or numel == 0
         assert there.values.numel() - inside.numel() < 8
-
-
-HALF = torch.ones(4).half()
-
-
-@pytest.mark.cells("each")
-@pytest.mark.parametrize(
-    ("error", "match", "call"),
-    [
-        (TypeError, r"multi_tensor_measure: wants float16, bfloat16, float32 or float64, got grads\[0\] int32",
-         lambda: multi_tensor_measure([HALF.int()])),
-        (TypeError, r"multi_tensor_compare: wants float32 masters .*, got masters\[0\] float32, weights\[0\] float64",
-         lambda: multi_tensor_compare([HALF.float()], [HALF.double()], Snapshots([HALF.float()]))),
-        (ValueError, r"before\.offsets must be contiguous with 1 element\(s\)",
-         lambda: multi_tensor_compare([HALF.float()], [HALF], Snapshots([]))),
-        (ValueError, r"before has 8 element\(s\) for masters\[0\], which needs 16 of its dtype",
-         lambda: multi_tensor_compare([torch.ones(9)], [torch.ones(9).half()], Snapshots([HALF.float()]))),
-        (ValueError, r"before has 8 element\(s\) for masters\[0\], which needs 8 of its dtype",
-         lambda: multi_tensor_compare([HALF.double()], [HALF.double()], Snapshots([HALF.float()]))),
-        (ValueError, r"weights\[0\] has shape \(3,\), but masters\[0\] has \(4,\)",
-         lambda: multi_tensor_compare([HALF.float()], [HALF[:3]], Snapshots([HALF.float()]))),
-    ],
-)  # fmt: skip
-def test_refused(level: str, error: type[Exception], match: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(error, match=match):
-        call()
-
-
-@pytest.mark.skipif(not kernels.native.available(), reason="the compiled CPU module is not installed")
-def test_compiled_code_refuses_rows_outside() -> None:
-    cpu = kernels.native.module
-    table = cpu.Table([0], [[0]], [0])
-    with pytest.raises(ValueError, match="a row lies outside the numbers"):
-        cpu.measure(table, [[0]], 1, 0, 0)
-    with pytest.raises(ValueError, match="the table was made for another number of lists"):
-        cpu.compare(table, [[0], [0]], 1, 4, 0, 0, 0)
-    with pytest.raises(ValueError, match="numbers are of float16, bfloat16 and float32"):
-        cpu.measure(cpu.Table([0], [[3]], [0]), [[0]], 1, 1, 0)

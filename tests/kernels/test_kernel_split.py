@@ -213,34 +213,6 @@ def test_lists_of_any_layout(implementation: str) -> None:
                 assert_same_values(found, wanted, "single", f"tensor {n}")
 
 
-ONE = torch.ones(2)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        (
-            lambda: multi_tensor_split([ONE], [ONE], [ONE.short()], CastStats.allocate(1, "cpu")),
-            TypeError,
-            r"multi_tensor_split: wants float32 masters into float16 or bfloat16 params and int16.*params\[0\] float32",
-        ),
-        (
-            lambda: multi_tensor_split([ONE], [ONE.half()], [ONE[:1].short()], CastStats.allocate(1, "cpu")),
-            ValueError,
-            r"remainders\[0\] has shape \(1,\)",
-        ),
-        (
-            lambda: multi_tensor_join([ONE.half()], [ONE.half()], [ONE]),
-            TypeError,
-            r"multi_tensor_join: wants .*int16 or int8 remainders into float32, got .*remainders\[0\] float16",
-        ),
-    ],
-)
-def test_refusals(call: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        call()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not native.available(), reason="the compiled module is not there")
 @by_dtype

@@ -9,8 +9,6 @@ from kernel_cases import BORDERS, make
 
 from fp16opt.kernels import multi_tensor_refresh_masters
 
-PAIR = ([torch.zeros(2)], [torch.zeros(2).half()])
-
 
 def digests(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
@@ -63,17 +61,3 @@ def test_entries_that_are_none_and_layouts(level: str) -> None:
     assert not masters[1].any()
     assert not masters[2].any()
     assert taken.tolist() == [0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("message", "arguments"),
-    [
-        ("now must be int64, got int32", (*PAIR, flags(1), digests(0), flags(1))),
-        (r"then must be contiguous with 1 element\(s\)", (*PAIR, digests(0), digests(0, 0), flags(1))),
-        ("taken must be int32, got int64", (*PAIR, digests(0), digests(0), digests(0))),
-        ("wants float32 masters and", ([torch.zeros(2).half()], PAIR[1], digests(0), digests(0), flags(1))),
-    ],
-)
-def test_refusals(level: str, message: str, arguments: tuple[object, ...]) -> None:
-    with pytest.raises((TypeError, ValueError), match="multi_tensor_refresh_masters: .*" + message):
-        multi_tensor_refresh_masters(*arguments)  # type: ignore[arg-type]

@@ -42,14 +42,8 @@ from fp16opt.kernels.proof import Outcome
 from fp16opt.kernels.verdicts import Verdicts
 from fp16opt.tools.prove.trials import Trials
 
+pytestmark = pytest.mark.usefixtures("folder")
 real_choice = backends.compiled_for
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FP16OPT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("FAKE_NVRTC_LOG", str(tmp_path / "log"))
-    return tmp_path / "cache"
 
 
 # -- one kernel --------------------------------------------------------------------------------------------------------

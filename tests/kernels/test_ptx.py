@@ -1,12 +1,10 @@
-"""The suite's machines for PTX do what its reference says of instructions that only some compilers use."""
+"""The suite's machine for PTX does what its reference says of instructions that only some compilers use."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
-from ptx import Program, Thread
 from ptx_machine import Machine, build
 
 TEXT = """.visible .entry one(
@@ -49,13 +47,6 @@ PARTS = {
     "mov.b64 %rd4, %rd3; | mov.b64 {%r5, %r6}, %rd4;": A,
     "shl.b64 %rd4, %rd3, 32; | mov.b64 {_, %r5}, %rd4;": A,
 }
-UNSET = [
-    "mov.b64 {_, %r5}, %rd3;",
-    "shr.u64 %rd4, %rd3, 1; | cvt.u32.u64 %r5, %rd4;",
-    "cvt.u32.u64 %r5, %rd3; | shr.u64 %rd4, %rd3, 20; | cvt.u16.u64 %rs1, %rd4; | cvt.u32.u16 %r5, %rs1;",
-    "shr.s64 %rd4, %rd3, 1; | cvt.u32.u64 %r5, %rd4;",
-    "setp.eq.u64 %p1, %rd3, 0; | selp.b32 %r5, 1, 0, %p1;",
-]
 HALF = "mov.b64 %rd3, {%r1, %r9}; | "
 
 
@@ -67,33 +58,10 @@ def arguments(out: torch.Tensor) -> tuple[bytes, ...]:
     return out.data_ptr().to_bytes(8, "little"), A.to_bytes(4, "little"), B.to_bytes(4, "little")
 
 
-def of_thread(lines: str) -> int:
-    """What one thread stores."""
-    out = torch.zeros(1, dtype=torch.int32)
-    written = Thread(Program(text_of(lines)), arguments(out)).run().written
-    return int.from_bytes(bytes(written[out.data_ptr() + k] for k in range(4)), "little")
-
-
-@pytest.mark.parametrize("lines", WHOLE)
-def test_a_thread_alone_does_what_ptx_says(lines: str) -> None:
-    assert of_thread(lines) == WHOLE[lines]
-
-
-def test_grids_do_what_ptx_says(tmp_path: Path) -> None:
+def test_it_does_what_ptx_says(tmp_path: Path) -> None:
     library, out = build(tmp_path), torch.zeros(1, dtype=torch.int32)
     found = {}
     for lines in (*WHOLE, *(HALF + lines for lines in PARTS)):
         Machine(library, {"one": text_of(lines)}).launch("one", 1, 0, *arguments(out))
         found[lines] = int(out) & 0xFFFFFFFF
     assert found == {**WHOLE, **{HALF + lines: value for lines, value in PARTS.items()}}
-
-
-@pytest.mark.parametrize("lines", PARTS)
-def test_bits_that_were_put_into_a_register_are_used_without_the_others(lines: str) -> None:
-    assert of_thread(HALF + lines) == PARTS[lines]
-
-
-@pytest.mark.parametrize("lines", UNSET)
-def test_bits_that_nothing_was_put_in_are_not_used(lines: str) -> None:
-    with pytest.raises(KeyError, match="a part of"):
-        of_thread(HALF + lines)

@@ -320,6 +320,8 @@ struct Machine {
     unsigned char* seen;  // by instruction: 1 where it was executed, 2 where its guard kept it from that
     int64_t* counts;      // by instruction: how often it was executed
     int64_t left;
+    int64_t* accesses;  // what a thread that is watched does to global memory: (address, bytes; negative for stores); null: none is
+    int64_t room;
     std::vector<unsigned char> shared;
     int64_t shared_base;
 
@@ -327,6 +329,13 @@ struct Machine {
         const uint64_t at = address - uint64_t(shared_base);
         if (at + uint64_t(size) > shared.size()) siglongjmp(escape, 1);
         return shared.data() + at;
+    }
+
+    void note(uint64_t address, int64_t size) {
+        if (accesses == nullptr) return;
+        if (--room < 0) siglongjmp(escape, 2);
+        *accesses++ = int64_t(address);
+        *accesses++ = size;
     }
 
     // Runs a thread until it waits. Returns where it goes on.
@@ -356,6 +365,7 @@ struct Machine {
                 case kLdGlobal: {
                     const uint64_t address = r[i.given[0]] + uint64_t(i.offset);
                     if (address % uint64_t(size * i.count) != 0) siglongjmp(escape, 1);  // as a card traps
+                    note(address, size * i.count);
                     for (int k = 0; k < i.count; ++k) r[i.to[k]] = loaded(reinterpret_cast<unsigned char*>(address) + k * size, i.type);
                     break;
                 }
@@ -367,12 +377,15 @@ struct Machine {
                 case kStGlobal: {
                     const uint64_t address = r[i.to[0]] + uint64_t(i.offset);
                     if (address % uint64_t(size * i.count) != 0) siglongjmp(escape, 1);
+                    note(address, -size * i.count);
                     for (int k = 0; k < i.count; ++k) memcpy(reinterpret_cast<unsigned char*>(address) + k * size, &r[i.given[k]], size_t(size));
                     break;
                 }
                 case kAtomAdd:
                 case kAtomOr: {
-                    uint32_t* word = reinterpret_cast<uint32_t*>(r[i.given[0]] + uint64_t(i.offset));
+                    const uint64_t address = r[i.given[0]] + uint64_t(i.offset);
+                    note(address, 4);
+                    uint32_t* word = reinterpret_cast<uint32_t*>(address);
                     const uint32_t before = *word, given = uint32_t(r[i.given[1]]);
                     *word = i.op == kAtomAdd ? before + given : before | given;
                     r[i.to[0]] = before;
@@ -388,9 +401,10 @@ struct Machine {
 
 // Runs a grid. `registers` of each thread begin with `constants`; %tid, %ctaid are in `special`. Returns 0, or 1 for an access
 // that is not allowed, 2 where more than `limit` instructions would run. `executed`: how many did; `seen`, `counts`: see Machine.
+// `accesses`: room for `accessed` of them, of the first thread; how many there were is put there.
 extern "C" int ptx_run(const Instruction* code, const uint64_t* constants, int constant_count, int registers, const int* special,
                        int64_t shared_size, int64_t shared_base, int64_t blocks, const unsigned char* const* arguments, int64_t limit,
-                       int64_t* executed, unsigned char* seen, int64_t* counts) {
+                       int64_t* executed, unsigned char* seen, int64_t* counts, int64_t* accesses, int64_t* accessed) {
     struct sigaction now {}, segv, bus, fpe;
     now.sa_handler = escaped;
     now.sa_flags = SA_NODEFER;
@@ -400,7 +414,7 @@ extern "C" int ptx_run(const Instruction* code, const uint64_t* constants, int c
     static std::vector<uint64_t> files;
     files.assign(size_t(registers) * kThreads, 0);
     static Machine machine;
-    machine = {code, arguments, seen, counts, limit, std::vector<unsigned char>(size_t(shared_size)), shared_base};
+    machine = {code, arguments, seen, counts, limit, nullptr, *accessed, std::vector<unsigned char>(size_t(shared_size)), shared_base};
     const int outcome = sigsetjmp(escape, 1);
     if (outcome == 0) {
         for (int64_t block = 0; block < blocks; ++block) {
@@ -420,7 +434,12 @@ extern "C" int ptx_run(const Instruction* code, const uint64_t* constants, int c
                     for (bool shuffled = true; shuffled;) {
                         shuffled = false;
                         for (int t = first; t < first + kWarp; ++t) {
-                            if (states[t] == kRuns) places[t] = machine.run(places[t], &files[size_t(t) * size_t(registers)], states[t]);
+                            if (states[t] != kRuns) continue;
+                            const bool is_watched = block == 0 && t == 0;
+                            if (is_watched) machine.accesses = accesses;
+                            places[t] = machine.run(places[t], &files[size_t(t) * size_t(registers)], states[t]);
+                            if (is_watched) accesses = machine.accesses;
+                            machine.accesses = nullptr;
                         }
                         // Those that a thread's mask names are to be at the same shuffle: it waits for them.
                         for (int lane = 0; lane < kWarp; ++lane) {
@@ -464,5 +483,6 @@ extern "C" int ptx_run(const Instruction* code, const uint64_t* constants, int c
     sigaction(SIGBUS, &bus, nullptr);
     sigaction(SIGFPE, &fpe, nullptr);
     *executed = limit - machine.left;
+    *accessed -= machine.room;
     return outcome;
 }

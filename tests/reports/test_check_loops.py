@@ -7,7 +7,7 @@ import logging
 import random
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +23,7 @@ import fp16opt.optimizers
 from fp16opt import MixedPrecisionOptimizer, Preflight
 from fp16opt.tools.reports.findings import KEYS
 
+pytestmark = pytest.mark.usefixtures("seeded")
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -148,25 +149,22 @@ def made(source: str) -> dict[str, Any]:
 
 
 def checked(names: dict[str, Any]) -> Preflight:
-    given = ("model", "loss_fn", "optimizer", "scaler", "train_step")
+    given = ("model", "loss_fn", "optimizer", "scaler", "train_step", "lr")
     return fp16opt.check(**{name: names[name] for name in given if name in names})
 
 
 def everything(names: dict[str, Any]) -> dict[str, Any]:
     """What check puts back: of modules, optimizers, schedulers and scalers that are no average or copy of weights."""
     kinds = (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
-    held = {name: one for name, one in names.items() if isinstance(one, kinds) and name not in ("averaged", "target")}
+    held = {
+        name: one
+        for name, one in names.items()
+        if isinstance(one, kinds) and name not in ("averaged", "averages", "target")
+    }
     grads = [None if p.grad is None else p.grad.to_dense() for p in names["model"].parameters()]
     found = {name: one.state_dict() for name, one in held.items()}
     found |= {"grads": grads, "modes": [module.training for module in names["model"].modules()]}
     return copy.deepcopy({**found, "random": (torch.get_rng_state(), random.getstate())})
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 # -- sound loops -------------------------------------------------------------------------------------------------------
@@ -190,10 +188,23 @@ def train_step():
     scaler.step(optimizer)
     scaler.update()
 """
+
+
+def before_step(source: str, line: str, stepping: str = "optimizer") -> str:
+    """A loop with one line more."""
+    return source.replace(f"    {stepping}.step(", f"    {line}\n    {stepping}.step(")
+
+
+def micro_batches(source: str, count: int) -> str:
+    """A loop that accumulates."""
+    return re.sub(r"    (.*loss_fn\(\))(.*)", rf"    for _ in range({count}): \1 / {count}\2", source)
+
+
 FP16 = "model = net(HALF); optimizer = wrap(model, dynamic=True)" + LOSS
 PLAIN_BF16 = "model = net(BF16); optimizer = AdamW(model.parameters(), lr=1e-3)" + LOSS
 WITH_MASTERS = "model = net(BF16); optimizer = wrap(model)" + LOSS
 PLAIN_FP32 = "model = net(); optimizer = AdamW(model.parameters(), lr=1e-3)" + LOSS
+WITH_SCALER = PLAIN_FP32 + 'scaler = torch.amp.GradScaler("cpu")'
 GAN = """
 real, noise = torch.randn(16, 8), torch.randn(16, 4)
 critic, maker = net({0}, (8, 1)), net({0}, (4, 8), nn.BatchNorm1d(16))
@@ -242,30 +253,21 @@ SOUND = {
     "FP32": PLAIN_FP32 + PLAIN_ROUND,
     "FP32, wrapped": "model = net(); optimizer = wrap(model)" + LOSS + ROUND,
     "split masters": 'model = net(BF16); optimizer = wrap(model, master_weights="split")' + LOSS + ROUND,
-    "torch's GradScaler": PLAIN_FP32 + 'scaler = torch.amp.GradScaler("cpu")' + SCALED_ROUND,
+    "torch's GradScaler": WITH_SCALER + SCALED_ROUND,
     "our GradScaler": PLAIN_FP32 + 'scaler = fp16opt.GradScaler("cpu")' + SCALED_ROUND,
-    "a disabled GradScaler": PLAIN_FP32
-    + 'scaler = torch.amp.GradScaler("cpu", enabled=False)'
+    "a disabled GradScaler": WITH_SCALER.replace('"cpu"', '"cpu", enabled=False')
     + SCALED_ROUND.replace("loss_fn = fp16(loss_fn)", ""),
-    "a GradScaler, with a clip": PLAIN_FP32
-    + 'scaler = torch.amp.GradScaler("cpu")'
-    + SCALED_ROUND.replace(
-        "    scaler.step", "    scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 1.0)\n    scaler.step"
-    ),
-    "a GradScaler, with accumulation": PLAIN_FP32
-    + 'scaler = torch.amp.GradScaler("cpu")'
-    + SCALED_ROUND.replace("    scaler.scale(loss_fn())", "    for _ in range(4): scaler.scale(loss_fn() / 4)"),
+    "a GradScaler, with a clip": WITH_SCALER
+    + before_step(SCALED_ROUND, "scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 1.0)", "scaler"),
+    "a GradScaler, with accumulation": WITH_SCALER + micro_batches(SCALED_ROUND, 4),
     "BF16 autocast": PLAIN_FP32 + "loss_fn = torch.autocast('cpu', BF16)(loss_fn)" + PLAIN_ROUND,
-    "a clip of masters": FP16
-    + ROUND.replace("    optimizer.step", "    optimizer.clip_master_grads(1.0)\n    optimizer.step"),
-    "a clip at a scale of 1": WITH_MASTERS
-    + PLAIN_ROUND.replace("    optimizer.step", "    clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step"),
-    "accumulation": FP16
-    + ROUND.replace("    optimizer.backward(loss_fn())", "    for _ in range(4): optimizer.backward(loss_fn() / 4)"),
+    "a clip of masters": FP16 + before_step(ROUND, "optimizer.clip_master_grads(1.0)"),
+    "a clip at a scale of 1": WITH_MASTERS + before_step(PLAIN_ROUND, "clip_grad_norm_(model.parameters(), 1.0)"),
+    "accumulation": FP16 + micro_batches(ROUND, 4),
     "accumulation, plain": PLAIN_BF16 + PLAIN_ROUND.replace("    loss_fn()", "    for _ in range(8): (loss_fn() / 8)"),
     "many micro-batches in FP32": 'model = net(BF16); optimizer = wrap(model, grad_accumulation="fp32")'
     + LOSS
-    + ROUND.replace("    optimizer.backward(loss_fn())", "    for _ in range(64): optimizer.backward(loss_fn() / 64)"),
+    + micro_batches(ROUND, 64),
     "a step every other round": WITH_MASTERS
     + """
 rounds = []
@@ -343,9 +345,7 @@ optimizer = MixedPrecisionOptimizer(schedulefree.AdamWScheduleFree(model.paramet
     + ROUND,
     "FP32 sums": "model = net(HALF); optimizer = wrap(model, dynamic=True, grad_accumulation='fp32')"
     + LOSS
-    + ROUND.replace(
-        "    optimizer.backward(loss_fn())", "    for _ in range(3): optimizer.backward(loss_fn() / 3)"
-    ).replace("    optimizer.step", "    optimizer.clip_master_grads(1.0)\n    optimizer.step"),
+    + before_step(micro_batches(ROUND, 3), "optimizer.clip_master_grads(1.0)"),
     "SAM": "model = net(HALF); optimizer = wrap(model, SAM, dynamic=True, closure='reevaluate')" + LOSS + CLOSURE,
     "sparse gradients": "model = nn.Embedding(24, 8, sparse=True).bfloat16(); ids = torch.randint(0, 24, (6, 4))"
     + "\noptimizer = wrap(model, SGD, lr=0.1); loss_fn = lambda: model(ids).float().square().sum()"
@@ -356,9 +356,7 @@ optimizer = wrap(model, lr=3e-4)
 scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
 loss_fn = lambda: nn.functional.cross_entropy(model(ids).float().flatten(0, 1)[:-1], ids.flatten()[1:])
 """
-    + AFTER.format("optimizer.step_was_skipped or scheduler.step()").replace(
-        "    optimizer.step()", "    optimizer.clip_master_grads(1.0)\n    optimizer.step()"
-    ),
+    + before_step(AFTER.format("optimizer.step_was_skipped or scheduler.step()"), "optimizer.clip_master_grads(1.0)"),
     "an RNN under autocast": "model, x = nn.LSTM(8, 8), torch.randn(5, 3, 8)"
     + "\noptimizer = AdamW(model.parameters(), lr=1e-3)"
     + "\nloss_fn = torch.autocast('cpu', BF16)(lambda: model(x)[0].float().square().mean())"
@@ -366,12 +364,11 @@ loss_fn = lambda: nn.functional.cross_entropy(model(ids).float().flatten(0, 1)[:
     "masters under a GradScaler, with a clip": "model = net(HALF); optimizer = wrap(model)"
     + "\nscaler = fp16opt.GradScaler('cpu')"
     + LOSS
-    + SCALED_ROUND.replace("loss_fn = fp16(loss_fn)", "").replace(
-        "    scaler.step",
-        "    scaler.unscale_(optimizer); clip_grad_norm_(optimizer.master_params(), 1.0)\n    scaler.step",
+    + before_step(
+        SCALED_ROUND.replace("loss_fn = fp16(loss_fn)", ""),
+        *("scaler.unscale_(optimizer); clip_grad_norm_(optimizer.master_params(), 1.0)", "scaler"),
     ),
-    "apex's FP16_Optimizer": FP16_OPTIMIZER
-    + ROUND.replace("    optimizer.step", "    optimizer.clip_master_grads(1.0)\n    optimizer.step"),
+    "apex's FP16_Optimizer": FP16_OPTIMIZER + before_step(ROUND, "optimizer.clip_master_grads(1.0)"),
     "apex's FP16_Optimizer with a closure and a scheduler": FP16_OPTIMIZER
     + "scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))"
     + CLOSURE.replace("optimizer.step(closure)", "(optimizer.step(closure), scheduler.step())"),
@@ -389,7 +386,7 @@ def own_round():
     + "\noptimizer = fp16opt.optim.AdamW(model.named_parameters(), lr=1e-3)"
     + "\naveraged = fp16opt.AveragedMasters(model, optimizer, fp16opt.ema(0.9))"
     + LOSS
-    + PLAIN_ROUND.replace("    optimizer.step", "    clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step")
+    + before_step(PLAIN_ROUND, "clip_grad_norm_(model.parameters(), 1.0)")
     + "    averaged.update()\n    with averaged.swap(): pass\n",
     "two optimizers of one model": """
 model = net(BF16)
@@ -416,9 +413,7 @@ def train_step():
     + "\nloss_fn = lambda: (model(x).half().masked_fill(mask, -torch.inf).softmax(-1).float() - y).square().mean()"
     + ROUND,
     "weight decay by hand": WITH_MASTERS
-    + PLAIN_ROUND.replace(
-        "    optimizer.step", "    [p.grad.add_(p.detach(), alpha=0.1) for p in model.parameters()]\n    optimizer.step"
-    ),
+    + before_step(PLAIN_ROUND, "[p.grad.add_(p.detach(), alpha=0.1) for p in model.parameters()]"),
     "weights that a forward scales": WITH_MASTERS
     + "other = torch.randn(4, 16, dtype=BF16)"
     + "\nweight = lambda: 0.5 * model[2].weight + other"
@@ -475,12 +470,17 @@ class Fault(NamedTuple):
     Attributes:
         key: of the finding that names it.
         source: of the loop, with each faulty piece between « and ».
-        mend: gives, from the finding's line without what stands in its comments, the pieces in their place.
+        mend: gives, from the finding's line without what stands in its comments, the pieces in their place; None where
+            it is not tried.
+        words: of the sentence or of the line to change.
+        layer: that is named.
     """
 
     key: str
     source: str
-    mend: Callable[[str], list[str]]
+    mend: Callable[[str], list[str]] | None = None
+    words: str = ""
+    layer: str | None = None
 
 
 def as_it_is(line: str) -> list[str]:
@@ -578,28 +578,17 @@ FAULTS = {
         as_it_is,
     ),
     "a clip of scaled gradients": Fault(
-        "clip",
-        FP16
-        + ROUND.replace(
-            "    optimizer.step", "    «clip_grad_norm_(model.parameters(), max_norm)»\n    optimizer.step"
-        ),
-        below,
+        "clip", FP16 + before_step(ROUND, "«clip_grad_norm_(model.parameters(), max_norm)»"), below
     ),
     "a clip before unscale_": Fault(
         "clip",
-        PLAIN_FP32
-        + "scaler = torch.amp.GradScaler('cpu')"
-        + SCALED_ROUND.replace(
-            "    scaler.step", "    «»\n    clip_grad_norm_(model.parameters(), 1.0)\n    scaler.step"
-        ),
+        WITH_SCALER + before_step(SCALED_ROUND, "«»\n    clip_grad_norm_(model.parameters(), 1.0)", "scaler"),
         below,
     ),
     "gradients clamped through data": Fault(
         "gradients_written",
         FP16.replace("dynamic=True", "loss_scale=1024.0")
-        + ROUND.replace(
-            "    optimizer.step", "    «for p in model.parameters(): p.grad.data.clamp_(-1, 1)»\n    optimizer.step"
-        ),
+        + before_step(ROUND, "«for p in model.parameters(): p.grad.data.clamp_(-1, 1)»"),
         below,
     ),
     "a schedule that runs ahead": Fault(
@@ -609,8 +598,8 @@ FAULTS = {
     ),
     "a schedule that runs ahead of a GradScaler": Fault(
         "scheduler",
-        PLAIN_FP32
-        + "scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step)); scaler = torch.amp.GradScaler('cpu')"
+        WITH_SCALER
+        + "; scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))"
         + SCALED_ROUND.replace("scaler.update()", "«scaler.update(); scheduler.step()»"),
         below,
     ),
@@ -625,28 +614,23 @@ FAULTS = {
         "a, b = model[2], model[0]\n«»\n"
         "optimizer = wrap(model)\n"
         "def loss_fn():\n    «b.weight.data.copy_(a.weight)»\n    return (model(x) - y).square().mean()\n" + ROUND,
-        lambda line: [line, "pass"],
+        *(lambda line: [line, "pass"], "a.weight = b.weight", "0.weight"),
     ),
     "gradients left over": Fault("left_over", WITH_MASTERS + ROUND.replace("optimizer.zero_grad()", "«pass»"), below),
     "gradients left over under a GradScaler": Fault(
         "left_over",
-        PLAIN_FP32 + "scaler = torch.amp.GradScaler('cpu')" + SCALED_ROUND.replace("optimizer.zero_grad()", "«pass»"),
+        WITH_SCALER + SCALED_ROUND.replace("optimizer.zero_grad()", "«pass»"),
         below,
     ),
     "gradients cleared before the step": Fault(
         "no_step",
-        WITH_MASTERS
-        + ROUND.replace("    optimizer.step()", "    «pass»\n    optimizer.zero_grad()\n    optimizer.step()"),
+        WITH_MASTERS + before_step(ROUND, "«pass»\n    optimizer.zero_grad()"),
         below,
     ),
     "no step": Fault("no_step", WITH_MASTERS + ROUND.replace("optimizer.step()", "«pass»"), below),
     "many micro-batches": Fault(
         "micro_batches",
-        "model = net(BF16); optimizer = wrap(model«»)"
-        + LOSS
-        + ROUND.replace(
-            "    optimizer.backward(loss_fn())", "    for _ in range(64): optimizer.backward(loss_fn() / 64)"
-        ),
+        "model = net(BF16); optimizer = wrap(model«»)" + LOSS + micro_batches(ROUND, 64),
         as_argument,
     ),
     "many micro-batches, plain": Fault(
@@ -704,6 +688,52 @@ FAULTS = {
     "a backward that adds to another scale's": Fault(
         "refused", FP16 + ROUND.replace("    optimizer.zero_grad()", "    «pass»"), below
     ),
+    "no scale and a small loss": Fault(
+        "no_loss_scale",
+        "model = net(HALF); optimizer = wrap(model)\nloss_fn = lambda: (model(x) - y).square().mean() * 1e-6\n",
+        *(None, "of the gradients' elements underflow", "0.weight"),
+    ),
+    "autocast and a small loss": Fault(
+        "no_loss_scale",
+        PLAIN_FP32 + "loss_fn = fp16(lambda: (model(x) - y).square().mean() * 1e-6)\n",
+        *(None, "% of the gradients' elements underflow in this", "0.weight"),
+    ),
+    "BF16 and no optimizer yet": Fault(
+        "lost_updates",
+        "model, lr = net(BF16), 1e-5" + LOSS,
+        *(None, "MixedPrecisionOptimizer", "0.weight"),
+    ),
+    "eps without masters": Fault(
+        "eps",
+        "model = net(HALF); optimizer = wrap(model, loss_scale=1024.0, master_weights='none')" + LOSS,
+        *(None, "eps=1e-08 is 0 in FP16"),
+    ),
+    "a nan in a weight": Fault(
+        "not_finite",
+        "model = net(BF16); model[2].weight.data[0, 0] = float('nan'); optimizer = wrap(model)" + LOSS,
+        *(None, "the weight itself holds inf or nan", "2.weight"),
+    ),
+    "an optimizer made before a new layer": Fault(
+        "other_parameters",
+        FP16 + "model[2] = copy.deepcopy(model[2])\n",
+        *(None, "2 of the optimizer's parameters are"),
+    ),
+    "a clip hidden by FP32 sums": Fault(
+        "clip",
+        FP16.replace("dynamic=True", "dynamic=True, grad_accumulation='fp32'")
+        + before_step(ROUND, "clip_grad_norm_(model.parameters(), 1.0)"),
+        *(None, "clip_master_grads(max_norm)"),
+    ),
+    "a clip of the model under a GradScaler": Fault(
+        "clip",
+        "model = net(HALF); optimizer = wrap(model); scaler = fp16opt.GradScaler('cpu')"
+        + LOSS
+        + before_step(
+            SCALED_ROUND.replace("loss_fn = fp16(loss_fn)", ""),
+            *("scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 1.0)", "scaler"),
+        ),
+        *(None, "clip_grad_norm_(optimizer.master_params(), max_norm)"),
+    ),
     "an activation beyond FP16": Fault(
         "not_finite", WITH_FP16.replace("model(x)", "(1e-4 * model(1e5 * x.clamp(-0.6, 0.6)))"), as_it_is
     ),
@@ -724,16 +754,31 @@ def put(source: str, pieces: list[str]) -> str:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_an_advised_line_mends_its_loop(name: str) -> None:
+def test_a_fault_is_named_and_the_advised_line_mends_its_loop(name: str) -> None:
+    """What is there is put back, as it is after a check that finds nothing: gradients are those that were there."""
     fault = FAULTS[name]
-    found = checked(made(fault.source.replace("«", "").replace("»", "")))
+    names = made(fault.source.replace("«", "").replace("»", ""))
+    params = [*names["model"].train(fault.key == "buffers").parameters()]
+    grads = [torch.ones_like(param) for param in params]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    before = everything(names)
+    found = checked(names)
+    assert_same(everything(names), before)
+    assert all(param.grad is grad for param, grad in zip(params, grads, strict=True))
     named = {one.key: one for one in found.findings}
     assert fault.key in named, str(found)
-    assert named[fault.key].level == ("warning" if fault.key in WARNINGS or name == "plain BF16" else "error")
-    line = re.sub(r"\s+# .*", "", named[fault.key].line)
-    after = checked(made(put(fault.source, fault.mend(line))))
-    assert fault.key not in {one.key for one in after.findings}, f"{found}\n{after}"
-    assert after.ok, str(after)
+    one = named[fault.key]
+    assert one.level == ("warning" if fault.key in WARNINGS or name == "plain BF16" else "error")
+    assert fault.layer is None or one.layer == fault.layer
+    assert fault.words in one.sentence or fault.words in one.line
+    assert one.sentence in " ".join(str(found).split()) or "`" in one.sentence
+    assert found.ok is all(finding.level != "error" for finding in found.findings)
+    if fault.mend is not None:
+        line = re.sub(r"\s+# .*", "", one.line)
+        after = checked(made(put(fault.source, fault.mend(line))))
+        assert fault.key not in {one.key for one in after.findings}, f"{found}\n{after}"
+        assert after.ok, str(after)
 
 
 def test_every_key_is_planted() -> None:

@@ -137,6 +137,7 @@ def test_gradients_that_the_optimizer_did_not_scale(driven: str, fused: bool | s
             scaler.unscale_(opt)
         opt.step() if driven == "plain" else scaler.step(opt)
     assert [r["kind"] for r in records] == ["run", "step", "sample"]
+    assert records[1]["loss"] is None, "it is not known"
     for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
         row, true = records[-1]["rows"][name], grad.double().numpy() / 2.0**8
         assert row["grad_norm"] == pytest.approx(np.linalg.norm(true), rel=2e-3), name
@@ -213,12 +214,10 @@ def test_masters_that_do_not_move_are_still() -> None:
 
 
 def test_prefixes_sum_up() -> None:
-    model = net()
-    opt, whole = wrap(model), wrap(net())
+    model, twin = net(), net()
+    opt, whole = wrap(model), wrap(twin)
     by_module: list[dict[str, Any]] = []
     by_param: list[dict[str, Any]] = []
-    twin = net()
-    whole = wrap(twin)
     with Monitor(opt, to=by_module.append, depth=1), Monitor(whole, to=by_param.append):
         turn(model, opt, 0)
         turn(twin, whole, 0)
@@ -274,18 +273,6 @@ def test_the_loss_of_every_step_is_written() -> None:
         turn(model, opt, 4, closure=True)
         want.append(None)
     assert [r["loss"] for r in records if r["kind"] == "step"] == want
-
-
-def test_under_a_grad_scaler_no_loss_is_known() -> None:
-    model = net()
-    opt = wrap(model, scaler=None)
-    records: list[dict[str, Any]] = []
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    with Monitor(opt, to=records.append):
-        scaler.scale(loss_of(model, 0)).backward()
-        scaler.step(opt)
-        scaler.update()
-    assert [r["loss"] for r in records if r["kind"] == "step"] == [None]
 
 
 def test_steps_do_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,9 +364,6 @@ def test_json_lines_survive_a_cut_and_add_up(tmp_path: Path) -> None:
     assert sinks.read(path) == [{"kind": "step"}]
     path.write_text('{"kind":"st\n{"kind":"step"}\n')
     with pytest.raises(ValueError, match=r"run.jsonl, line 1: expected a JSON record, got '\{\"kind\":\"st'"):
-        sinks.read(path)
-    path.write_text("[1]\n")
-    with pytest.raises(ValueError, match=r"expected a record of fp16opt\.Monitor"):
         sinks.read(path)
 
 
