@@ -33,7 +33,7 @@ from .engine.diagnostics import (
     warn_eps,
 )
 from .engine.folded import unmark
-from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step, steps_on_device
+from .engine.fused_registry import counters_saved, no_fused_step, steps_on_device
 from .engine.gradients import StepState
 from .engine.look import Look
 from .engine.masters import Home, Masters, NoMasters, on_memory_of, ordinary_parameters, own_masters

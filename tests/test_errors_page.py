@@ -7,8 +7,6 @@ import datetime
 import logging
 import re
 import string
-import tempfile
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
