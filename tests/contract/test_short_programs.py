@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from contract.oracle import Terms
-from contract.programs import MODES, Setting, Statement, Writer
+from contract.programs import MODES, RATE_OF_ADDED, REGROUPINGS, Setting, Statement, Writer, tried
 from contract.walk import Difference, Walk
 
 INF, NAN = float("inf"), float("nan")
@@ -84,7 +84,37 @@ CALLS: dict[str, Statement] = {
     "unscale": S("scaler.unscale_(opt)", "scaler.unscale", ends=True),
     "scaler step": S("scaler.step(opt)", "scaler.step", compares=True, ends=True),
     "update": S("scaler.update()", "scaler.update"),
+    "copy": S("model, opt = copy.deepcopy((model, opt))", "copy", compares=True),
+    "pickle": S("model, opt = pickle.loads(pickle.dumps((model, opt)))", "copy", compares=True),
+    "resume": S("model, opt = resumed(optimizer_first=True)", "resume", compares=True),
+    "refresh": S("opt.refresh_masters()", "refresh_masters"),
+    "rate": S('for group in opt.param_groups: group["lr"] *= 0.5', "change_rate", (0.5,)),
+    "step behind": S("opt.optimizer.step()", "use_behind"),
+    "c by the wrapped one": S(
+        f'opt.optimizer.add_param_group({{"params": [model.p3], "lr": {RATE_OF_ADDED}}})',
+        "add_param_group",
+        (C, RATE_OF_ADDED),
+    ),
+    "add c": S(
+        f'opt.add_param_group({{"params": [model.p3], "lr": {RATE_OF_ADDED}}})', "add_param_group", (C, RATE_OF_ADDED)
+    ),
 }
+for word, how in {
+    "c leaves": "without one",
+    "c in another group": "another group",
+    "c beside them": "one more",
+    "c in place of a": "in place of the first",
+    "the last leaves": "one less",
+    "another order": "reversed",
+    "all of the model": "all of the model",
+}.items():
+    name = C if "{name}" in REGROUPINGS[how] else ""
+    CALLS[word] = S(REGROUPINGS[how].format(name=name), "regroup", (how, name))
+for word, owner in {"our": "opt", "its": "inner"}.items():
+    for when in ("pre", "post"):
+        hooks = f"handle = {'opt' if word == 'our' else 'opt.optimizer'}.register_step_{when}_hook(stop)"
+        text = tried("opt.step()", "Planned", hooks, "handle.remove()")
+        CALLS[f"step stopped by {word} {when} hook"] = S(text, "stopped_step", (owner, when))
 for word, of in LOSSES.items():
     value = Writer.loss(of)
     CALLS[f"backward{word}"] = S(f"opt.backward({value})", "backward", (of,))
@@ -93,6 +123,10 @@ for word, of in LOSSES.items():
     )
     CALLS[f"scale_loss{word}"] = S(f"opt.scale_loss({value}).backward()", "scale_loss", (of,))
     CALLS[f"plain{word}"] = S(f"{value}.backward()", "plain_backward", (of,))
+    closure = (
+        f"def closure():\n    opt.zero_grad()\n    opt.backward({value})\n    return 1.5\nresult = opt.step(closure)"
+    )
+    CALLS[f"closure{word}"] = S(closure, "step_with_closure", (of,), compares=True)
     CALLS[f"scaler backward{word}"] = S(f"scaler.scale({value}).backward()", "scaler.backward", (of,))
 for limit in (0.125, 0.5, 1.0, 2.0, 1e6):
     CALLS[f"clip {limit:g}"] = S(f"result = opt.clip_master_grads({limit})", "clip", (limit,))
@@ -124,9 +158,15 @@ for word, name in {"a": A, "b": B, "c": C}.items():
         ),
         f"forget master {word}": S(f'master("{name}").grad = None', "edit_master_grad", (name, None)),
         f"write master {word}": S(f'with torch.no_grad(): master("{name}").mul_(0.75)', "edit_master", (name, 0.75)),
+        f"write {word}": S(f"with torch.no_grad(): model.{name}.mul_(0.5)", "write_weight", (name, 0.5)),
+        f"write data of {word}": S(f"model.{name}.data.mul_(0.5)", "write_weight", (name, 0.5)),
+        f"freeze {word}": S(f"model.{name}.requires_grad_(False)", "set_trains", (name, False)),
+        f"thaw {word}": S(f"model.{name}.requires_grad_(True)", "set_trains", (name, True)),
     }
 
 SAYS = {
+    "groups": r"param_groups were changed between a check .*Put them back as they were; or .*opt\.zero_grad\(\)",
+    "behind": r"opt\.step\(\)",
     "written": r"\bp\d\b.*update_master_grads\(\)",
     "plain": r"opt\.backward\(loss\)",
     "left": r"zero_grad\(\)",
@@ -279,6 +319,54 @@ ROWS: list[Row] = [
      "backward; {clip 0.5|values}; model zero; plain; {step|clip 1} !given up; zero; plain; step", KEEPS, [ONE]),
     ("but for the wrapper's backward", "backward; {clip 0.5|values}; model zero; backward; step", KEEPS, EVERY),
 
+    # -- groups --
+    ("what comes into a group is stepped on a master", "c leaves; {|backward of a and b; step; zero}; "
+     "{add c|c by the wrapped one|c in another group|c beside them|c in place of a|all of the model}; backward; step; "
+     "zero; backward more; order; step", ALONE, EVERY),
+    ("what leaves one is let go", "backward; step; zero; {c leaves|the last leaves|another order}; backward; step; "
+     "zero; backward more; step; order", ALONE, EVERY),
+    ("one that is thawed has a master", "backward of a and b; step; zero; thaw c; order; backward; step",
+     ALONE, EVERY),
+    ("one that is frozen after its backward is stepped", "backward; {|door}; freeze c; step; zero; backward; step",
+     KEEPS, EVERY),
+    ("between a check and its step groups may not change", "c leaves; backward of a and b; {clip 1e+06|values}; "
+     "{add c !groups; step|{c beside them|c in another group|the last leaves|another order|c in place of a}; "
+     "{step|clip 1|door} !groups; step !groups}; zero; backward; step", ALONE, EVERY),
+    ("nor between the door and its step", "c leaves; backward of a and b; {door|read}; {add c !groups; step|"
+     "{c beside them|the last leaves|another order}; step !groups; step !groups}; zero; backward; step", KEEPS, EVERY),
+    ("between a backward and its step they may", "c leaves; backward of a and b; {add c|c in another group}; "
+     "{|backward more|backward nan c}; step; zero; backward; step", KEEPS, EVERY),
+    ("a rate counts from the next step on", "backward; rate; step; rate; zero; backward; step", ALONE, EVERY),
+    ("the wrapped optimizer's own step is refused", "backward; step behind !behind; step", ALONE, EVERY),
+
+    # -- closures --
+    ("a closure is evaluated once, its loss returned", "closure; closure more; closure inf b; closure", ALONE, EVERY),
+    ("one that makes no gradients steps those there", "step of a closure; backward; step of a closure; zero; "
+     "backward nan a; step of a closure", KEEPS, EVERY),
+
+    # -- weights and masters that others write --
+    ("a written master wins over weights written beside it",
+     "backward; step; zero; {write master a; write c|write c; write master a|write master a; write data of c}; "
+     "{|save|zero}; backward; step", FULL, EVERY),
+    ("copies keep it", "write master a; {|write c}; {copy|pickle}; {|write data of c}; backward; step", FULL, EVERY),
+    ("it reaches the model with the next call",
+     "write master a; {zero|save|write masters|door|values|step}; backward; step", FULL, EVERY),
+    ("a written weight is taken at the step", "{|backward; step; zero}; {write|write data of} {a|b}; "
+     "{|refresh}; backward; step; zero; backward; step", ALONE, EVERY),
+    ("write_masters undoes it", "backward; step; zero; {write|write data of} a; write masters; backward; step",
+     [*FULL, "none"], EVERY),
+
+    # -- steps that are stopped, copies, checkpoints --
+    ("a hook before the step stops it, and it may be tried again",
+     "backward; {|clip 1}; step stopped by {our|its} pre hook; step; zero; backward; step", ALONE, EVERY),
+    ("with a master that was written before", "backward; write master a; step stopped by its pre hook; step",
+     FULL, EVERY),
+    ("one after it stops nothing", "backward; step stopped by {our|its} post hook; zero; backward; step",
+     ALONE, EVERY),
+    ("copies and checkpoints go on", "{backward|backward nan a}; step; zero; {copy|pickle|resume|reload}; backward; "
+     "step; zero; backward more; step", ALONE, EVERY),
+    ("a copy has no gradients", f"{WAY}; {{|clip 1}}; {{copy|pickle}}; step; backward; step", KEEPS, EVERY),
+
     # -- the loss scale --
     ("it may not be written between backward and step", f"{WAY}; {LOOK}; set scale !scale; step", KEEPS, EVERY),
     ("nor over FP32 sums", f"backward; {LOOK}; set scale !scale; step", FOLDS, EVERY),
@@ -323,11 +411,11 @@ def programs(row: str) -> Iterator[str]:
         yield from programs(row[: found.start()] + choice + row[found.end() :])
 
 
-def setting(mode: str, scale: tuple[float, bool]) -> Setting:
+def setting(mode: str, scale: tuple[float, bool], frozen: list[str]) -> Setting:
     """The first optimizer of the mode; torch's GradScaler takes no FP16 gradients where there are no masters."""
     half = "b" if "h" not in MODES[mode].dtypes else "h"
     dtypes = {A: half, B: "f", C: half}
-    return Setting(mode, MODES[mode].optimizers[0], dtypes, [[A, B, C]], scale=scale, driver_scale=64.0)
+    return Setting(mode, MODES[mode].optimizers[0], dtypes, [[A, B, C]], frozen, scale=scale, driver_scale=64.0)
 
 
 def follow(made: Setting, program: str) -> None:
@@ -364,7 +452,7 @@ def test_rules(mode: str) -> None:
         for rule, *row in ROWS:
             for scale, program in cells(mode, *row):
                 try:
-                    follow(setting(mode, scale), program)
+                    follow(setting(mode, scale, [C] if "thaw c" in program else []), program)
                 except (AssertionError, Difference) as found:
                     pytest.fail(f"{rule}, at scale {scale}, {program}: {found}", pytrace=False)
     finally:
