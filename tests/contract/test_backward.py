@@ -31,7 +31,6 @@ from contract.worlds import (
     every_mode,
     every_mode_that_keeps_gradients,
     every_scale,
-    every_setting,
     every_way,
     instead,
     plus,
@@ -188,22 +187,6 @@ def test_after_a_step_that_was_refused_the_sum_is_checked_anew(mode: Mode, value
         world.expect_skip()
     else:
         world.expect_step(plus(GRADS, more))
-
-
-# -- gradients that are there when the first of a step begins ----------------------------------------------------------
-
-
-@every_setting
-@pytest.mark.parametrize("how", ["backward", "unstamped"])
-def test_zeros_are_fine_at_any_scale(mode: Mode, scale: str, how: str) -> None:
-    world = World(mode, scale)
-    for p in world.params:
-        p.grad = torch.zeros_like(p)
-    world.leave(how, GRADS)
-    world.expect_step(GRADS)
-    world.opt.zero_grad(set_to_none=False)
-    world.leave(how, GRADS)
-    world.expect_step(GRADS)
 
 
 # -- an abandoned batch ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine.checks import assert_same_bits, linear_loss
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 from torch.utils._pytree import tree_map_only
 
 from contract.worlds import HALF, NAMES, SCALES, SINGLE, Mode, World, every_mode, every_scale, values
@@ -162,26 +162,6 @@ def test_disjoint_parts_of_one_flat_buffer_are_fine(mode: Mode, dtype: torch.dty
     assert all(bool((p < 1).all()) for p in params)
     storage = flat.untyped_storage().data_ptr()
     assert all(p.untyped_storage().data_ptr() == storage for p in params)
-
-
-def test_the_flattened_weights_of_an_lstm_train_as_those_of_their_own() -> None:
-    torch.manual_seed(0)
-    models = [nn.LSTM(3, 5, num_layers=2).half()]
-    models.append(copy.deepcopy(models[0]))
-    params = list(models[0].parameters())
-    flat = torch.cat([p.detach().reshape(-1) for p in params])
-    position = 0
-    for p in params:
-        p.data = flat[position : position + p.numel()].view(p.shape)
-        position += p.numel()
-    opts = [MixedPrecisionOptimizer(AdamW(m.parameters(), lr=0.01), loss_scale=64.0) for m in models]
-    for k in range(3):
-        for opt, model in zip(opts, models, strict=True):
-            opt.zero_grad()
-            opt.backward(linear_loss(model.parameters(), [0.25 + k] * len(params)))
-            opt.step()
-    for p, q in zip(*(m.parameters() for m in models), strict=True):
-        assert_same_bits(p, q)
 
 
 @every_mode

@@ -117,31 +117,12 @@ def test_cleared_gradients_give_the_sums_up(clear: str, kind: dict[str, object])
     assert all(map(torch.equal, *weights))
 
 
-@pytest.mark.parametrize("clear", CLEARS)
-def test_a_step_after_cleared_gradients_has_nothing_to_do(clear: str) -> None:
-    model, opt = summed()
-    before = [p.detach().clone() for p in model.parameters()]
-    CLEARS[clear](model)
-    opt.step()
-    assert all(map(torch.equal, before, model.parameters()))
-    assert all(master.grad is None for master in opt.master_params())
-
-
 def test_a_plain_backward_after_cleared_gradients_raises() -> None:
     model, opt = summed()
     model.zero_grad()
     loss_of(model).backward()
     with pytest.raises(RuntimeError, match=r"written after they were folded.*To give the step up, call opt\.zero_grad"):
         opt.step()
-
-
-def test_masters_show_no_gradient_once_the_model_s_was_cleared() -> None:
-    for together in (True, False):
-        model, opt = summed()
-        params = list(model.parameters())
-        for p in params if together else params[:1]:
-            p.grad = None
-        assert [master.grad is None for master in opt.master_params()] == [together or p is params[0] for p in params]
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])

@@ -113,8 +113,10 @@ for word, how in {
 for word, owner in {"our": "opt", "its": "inner"}.items():
     for when in ("pre", "post"):
         hooks = f"handle = {'opt' if word == 'our' else 'opt.optimizer'}.register_step_{when}_hook(stop)"
-        text = tried("opt.step()", "Planned", hooks, "handle.remove()")
-        CALLS[f"step stopped by {word} {when} hook"] = S(text, "stopped_step", (owner, when))
+        for prefix, call in {"": "opt.step()", "scaler ": "scaler.step(opt)"}.items():
+            text = tried(call, "Planned", hooks, "handle.remove()")
+            does = "scaler.stopped_step" if prefix else "stopped_step"
+            CALLS[f"{prefix}step stopped by {word} {when} hook"] = S(text, does, (owner, when))
 for word, of in LOSSES.items():
     value = Writer.loss(of)
     CALLS[f"backward{word}"] = S(f"opt.backward({value})", "backward", (of,))
@@ -297,6 +299,10 @@ ROWS: list[Row] = [
     ("torch's clip of masters clips", "{backward|scale_loss}; {|clip 2}; torch clip; step", FULL, EVERY),
     ("a master that the user writes wins", "write master a; write masters; backward; step", FULL, EVERY),
 
+    ("a sum that is given up shows none", "backward; {drop a|drop a; drop c|model zero}; read; step; backward; step",
+     FOLDS, EVERY),
+    ("and is no part of the next step", "backward; model zero; {|backward; backward more}; clip 1; step", FOLDS, EVERY),
+
     # -- the door --
     ("it takes what was written", f"{WAY}; {WRITE} a; {WRITE} b; edit c; door; read; step", KEEPS, EVERY),
     ("it is the way on after a refusal",
@@ -367,6 +373,9 @@ ROWS: list[Row] = [
      "step; zero; backward more; step", ALONE, EVERY),
     ("a copy has no gradients", f"{WAY}; {{|clip 1}}; {{copy|pickle}}; step; backward; step", KEEPS, EVERY),
 
+    ("they take part in a step at a scale of one", "backward; {|step}; zero to zeros; read; step", KEEPS, [ONE]),
+    ("zeros are clipped to zeros", "backward zeros; clip 1; step", ALONE, EVERY),
+
     # -- the loss scale --
     ("it may not be written between backward and step", f"{WAY}; {LOOK}; set scale !scale; step", KEEPS, EVERY),
     ("nor over FP32 sums", f"backward; {LOOK}; set scale !scale; step", FOLDS, EVERY),
@@ -388,6 +397,13 @@ ROWS: list[Row] = [
     ("and may be clipped or edited", "scaler backward; unscale; "
      "{torch clip|edit master a|spoil master a|values|clip 1}; scaler step; update; zero; scaler backward; scaler step",
      DRIVEN_FULL, [ONE]),
+    ("after unscale_ groups may not change", "c leaves; scaler backward of a and b; unscale; add c !groups; scaler step; "
+     "update; zero; scaler backward; unscale; the last leaves; scaler step !groups", DRIVEN_KEEPS, [ONE]),
+    ("one that is thawed has a master at once", "scaler backward of a and b; {|unscale}; scaler step; update; zero; "
+     "thaw c; scaler backward; {|unscale}; scaler step; update", DRIVEN, [ONE]),
+    ("a hook that raises leaves nothing of the GradScaler's behind", "scaler backward; {|unscale}; "
+     "scaler step stopped by {our|its} pre hook; zero; update; scaler backward more; scaler step; update",
+     DRIVEN_KEEPS, [ONE]),
     ("a gradient that is dropped is left alone", "scaler backward; drop a; {|unscale}; scaler step; update",
      DRIVEN_KEEPS, [ONE]),
     ("also after unscale_", "scaler backward; unscale; drop a; scaler step; update", DRIVEN_KEEPS, [ONE]),

@@ -26,7 +26,6 @@ from contract.worlds import (
     every_mode_that_keeps_gradients,
     every_scale,
     every_scale_but_one,
-    every_setting_that_keeps_gradients,
     instead,
     values,
 )
@@ -258,25 +257,6 @@ def test_new_zeros_in_place_of_all_gradients_are_refused(mode: Mode) -> None:
     with pytest.raises(RuntimeError, match=r"update_master_grads\(\)"):
         world.opt.step()
     world.check_weights()
-
-
-# -- what is left ------------------------------------------------------------------------------------------------------
-
-
-@every_setting_that_keeps_gradients
-@pytest.mark.parametrize("clips", [False, True])
-def test_the_models_gradients_stay_as_backward_left_them(mode: Mode, scale: str, clips: bool) -> None:
-    """Scaled, in every dtype: the model's ``.grad`` is never unscaled, clipped or replaced."""
-    world = World(mode, scale)
-    world.backward(GRADS)
-    before = [(p.grad, p.grad.clone(), p.grad._version) for p in world.params]
-    if clips:
-        world.opt.clip_master_grads(0.5)
-    world.opt.step()
-    for p, (grad, value, version) in zip(world.params, before, strict=True):
-        assert p.grad is grad
-        assert torch.equal(grad, value)
-        assert grad._version == version
 
 
 # -- the checks can fail -----------------------------------------------------------------------------------------------

@@ -16,24 +16,12 @@ from contract.worlds import (
     Mode,
     World,
     by,
-    every_setting,
     sgd,
     values,
 )
 from fp16opt import DynamicLossScaler, LossScaler, MixedPrecisionOptimizer
 
 GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
-
-
-@every_setting
-def test_gradients_that_came_otherwise_are_taken_at_the_present_scale(mode: Mode, scale: str) -> None:
-    """Scaled by hand, with autograd.grad and scale_loss, say."""
-    world = World(mode, scale)
-    for p, g in zip(world.params, GRADS, strict=True):
-        p.grad = (g * world.scale).to(p.dtype)
-    world.opt.update_master_grads()
-    world.check_master_grads(GRADS)
-    world.expect_step(GRADS)
 
 
 def test_the_memory_of_master_gradients_is_used_again() -> None:

@@ -6,7 +6,6 @@ import copy
 import gc
 import importlib
 import logging
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -108,45 +107,6 @@ def test_a_written_master_wins_over_its_own_weight_that_was_written_too(mode: Mo
     world = _world(mode)
     _copy_(world.params[0], 5.0)
     _write_master(world.opt, 0, 2.0)
-    _zero_step(world.opt, world.params)
-    assert world.masters[0].detach().tolist() == pytest.approx([2.0] * 4, rel=2e-2)
-    assert_model_is_rounded_masters(world.opt)
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
-}
-
-
-@WRITABLE
-@TOUCHES
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("noticed", ["before", "after", "never"])
-def test_a_written_master_wins_over_a_copy_of_both(mode: Mode, touched: str, how: str, noticed: str) -> None:
-    """The weight beside it is written before the copy, after it, or not at all."""
-    world = _world(mode)
-    _write_master(world.opt, 0, 2.0)
-    if noticed == "before":
-        _copy_(world.params[1], 3.0)
-    params, opt = COPIES[how]((world.params, world.opt))
-    if noticed == "after":
-        _copy_(params[1], 3.0)
-    _touch(params[0], touched)
-    _zero_step(opt, params)
-    masters = list(opt.master_params())
-    assert masters[0].detach().tolist() == pytest.approx([2.0] * 4, rel=2e-2)
-    if noticed != "never":
-        assert masters[1].detach().tolist() == pytest.approx([3.0] * 4, rel=2e-2)
-    assert_model_is_rounded_masters(opt)
-
-
-@WRITABLE
-@pytest.mark.parametrize("how", COPIES)
-def test_the_original_goes_on_after_a_copy(mode: Mode, how: str) -> None:
-    world = _world(mode)
-    _write_master(world.opt, 0, 2.0)
-    COPIES[how]((world.params, world.opt))
     _zero_step(world.opt, world.params)
     assert world.masters[0].detach().tolist() == pytest.approx([2.0] * 4, rel=2e-2)
     assert_model_is_rounded_masters(world.opt)
@@ -322,18 +282,6 @@ CALLS: dict[str, Callable[[World], object]] = {
     "clip_master_values": lambda world: world.opt.clip_master_values(1.0),
     "step": lambda world: world.opt.step(),
 }
-
-
-@WRITABLE
-@pytest.mark.parametrize("call", CALLS)
-def test_a_written_master_reaches_the_model_with_the_next_call(mode: Mode, call: str) -> None:
-    """As of an optimizer around the wrapper that moves masters after its step (Lookahead, local SGD)."""
-    world = _world(mode)
-    world.opt.zero_grad()
-    _write_master(world.opt, 0, 2.0)
-    CALLS[call](world)
-    assert world.params[0].tolist() == [2.0] * 4
-    assert_model_is_rounded_masters(world.opt)
 
 
 @WRITABLE

@@ -9,14 +9,12 @@ from torch.optim import SGD
 
 from contract.worlds import (
     KEEPS,
-    NAN,
     Mode,
     World,
     by,
     every_mode,
     every_mode_that_keeps_gradients,
     every_setting_that_keeps_gradients,
-    every_way,
     instead,
     times,
     values,
@@ -41,24 +39,6 @@ def zeros() -> list[Tensor]:
     return [torch.zeros_like(g) for g in GRADS]
 
 
-@every_mode
-@every_way
-@LOOKS
-def test_none_clears_both_sides_and_the_next_step_is_whole(mode: Mode, how: str, look: str) -> None:
-    """Flags of the nan that was there are forgotten too; a call that has checked it makes a skip of it."""
-    world = World(mode, "dynamic", **DECAY)
-    world.leave(how, [NAN, NAN, NAN])
-    look_at(world, look)
-    world.opt.zero_grad()
-    if look != "nothing":
-        world.reference.give_up()
-    assert all(t.grad is None for t in (*world.params, *world.masters))
-    world.opt.step()
-    world.check()
-    world.leave(how, GRADS)
-    world.expect_step(GRADS)
-
-
 @every_setting_that_keeps_gradients
 @LOOKS
 def test_zeros_clear_both_sides_and_take_part_in_a_step(mode: Mode, scale: str, look: str) -> None:
@@ -69,18 +49,6 @@ def test_zeros_clear_both_sides_and_take_part_in_a_step(mode: Mode, scale: str, 
     world.opt.zero_grad(set_to_none=False)
     assert all(p.grad is not None and not p.grad.any() for p in world.params)
     assert all(m.grad is None or not m.grad.any() for m in world.masters)
-    world.expect_step(zeros())
-
-
-@every_mode_that_keeps_gradients
-@pytest.mark.parametrize("stepped", [False, True])
-def test_at_a_scale_of_one_masters_show_the_zeros(mode: Mode, stepped: bool) -> None:
-    world = World(mode, "one", **DECAY)
-    world.backward(GRADS)
-    if stepped:
-        world.expect_step(GRADS)
-    world.opt.zero_grad(set_to_none=False)
-    world.check_master_grads(zeros())
     world.expect_step(zeros())
 
 
