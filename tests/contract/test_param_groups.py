@@ -200,17 +200,6 @@ def test_a_parameter_twice_is_refused_from_every_way_in() -> None:
         train(opt, first)
 
 
-@pytest.mark.parametrize("what", ["dtype", "shape"])
-def test_a_parameter_that_changes_is_refused_by_name(what: str) -> None:
-    first = weight(4)
-    opt = MixedPrecisionOptimizer(sgd([first]), loss_scale=64.0, named_parameters=[("layer.weight", first)])
-    train(opt, first)
-    first.data = first.data.bfloat16() if what == "dtype" else torch.ones(7).half()
-    first.grad = None
-    with pytest.raises((RuntimeError, ValueError, TypeError), match=r"layer\.weight"):
-        train(opt, first)
-
-
 # -- state by a model's parameter --------------------------------------------------------------------------------------
 
 

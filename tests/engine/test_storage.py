@@ -86,17 +86,6 @@ def test_param_data_of_the_same_shape_in_other_memory_is_trained(layout: str) ->
     assert_same_bits(net.second, torch.full((2, 3), 1.0).half())
 
 
-def test_channels_last_conversion_after_construction_is_trained() -> None:
-    conv = nn.Conv2d(3, 4, 3, dtype=torch.float16)
-    with torch.no_grad():
-        for p in conv.parameters():
-            p.fill_(1.0)
-    opt = MixedPrecisionOptimizer(SGD(conv.parameters(), lr=0.5), loss_scale=4.0)
-    conv.to(memory_format=torch.channels_last)
-    one_step(opt, list(conv.parameters()), [torch.arange(108.0).reshape(4, 3, 3, 3) / 128, 1.0])
-    assert_same_bits(conv.weight, (1 - torch.arange(108.0).reshape(4, 3, 3, 3) / 256).half())
-
-
 def test_a_replaced_parameter_object_is_noticed_in_the_export() -> None:
     """opt holds the old object, the model computes with a new one: saving must not pass the dead copy off
     as it."""
