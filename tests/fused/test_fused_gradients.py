@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import Any
 
@@ -11,10 +10,8 @@ import torch
 from engine.checks import (
     assert_same_bits,
     linear_loss,
-    normal,
     one_step,
     ones,
-    stored_grad,
     tensor_bytes,
 )
 from engine.split_cases import bytes_kept
@@ -24,48 +21,9 @@ from torch.optim import SGD, RMSprop
 from fp16opt import MixedPrecisionOptimizer
 from fused.test_fused_steps import give_grads, made
 
-LAZY: list[dict[str, Any]] = [
-    {"fused_step": True},
-    {"fused_step": True, "master_weights": "split"},
-]
-"""Modes in which a step makes no FP32 gradient that nobody reads."""
-by_mode = pytest.mark.parametrize("mode", [{"fused_step": False}, *LAZY], ids=str)
-
 
 def wrapped(params: list[Tensor], mode: dict[str, Any], lr: float = 1.0, **more: Any) -> MixedPrecisionOptimizer:
     return MixedPrecisionOptimizer(SGD(params, lr=lr), **mode, **more)
-
-
-def masters_of(opt: MixedPrecisionOptimizer) -> list[Tensor]:
-    """The masters, or what stands for them."""
-    return [p for group in opt.param_groups for p in group["params"]]
-
-
-@by_mode
-def test_gradients_of_parameters_that_come_later_are_made_when_read(mode: dict[str, Any]) -> None:
-    p, q = ones(4), ones(4)
-    opt = wrapped([p], mode, lr=0.5)
-    one_step(opt, [p], [1.0])
-    opt.add_param_group({"params": [q]})
-    opt.zero_grad()
-    opt.backward(linear_loss([p, q], [1.0, 2.0]))
-    new = masters_of(opt)[1]
-    assert stored_grad(new) is None
-    assert new.grad.tolist() == [2.0] * 4
-
-
-@by_mode
-def test_a_frozen_16_bit_parameter_makes_no_fp32_gradients(mode: dict[str, Any]) -> None:
-    frozen, p = ones(4), ones(4)
-    frozen.requires_grad_(False)
-    opt = wrapped([frozen, p], mode)
-    opt.backward(linear_loss([p], [1.0]))
-    assert float(opt.clip_master_grads(1.0)) == 2.0
-    assert stored_grad(masters_of(opt)[0]) is None
-    if mode in LAZY:
-        assert stored_grad(masters_of(opt)[1]) is None
-    opt.step()
-    assert p.tolist() == [0.5] * 4
 
 
 def test_the_memory_of_gradients_that_are_read_at_every_step_is_kept_and_others_is_not() -> None:
@@ -127,15 +85,6 @@ def test_gradients_do_not_wait_for_a_step_that_has_begun() -> None:
     assert p.tolist() == [0.5] * 4
 
 
-def test_what_a_pre_hook_sets_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    params, opt = made("sgd")
-    give_grads(opt, params, 0)
-    opt.optimizer.register_step_pre_hook(lambda o, *_: o.param_groups[0].update(differentiable=True))
-    with caplog.at_level(logging.WARNING, logger="fp16opt"):
-        opt.step()
-    assert "group 0 has differentiable=True" in caplog.text
-
-
 def test_repr_says_so_when_a_sparse_gradient_has_ended_steps_in_one_pass() -> None:
     weight = nn.Parameter(torch.ones(8, 4, dtype=torch.float16))
     opt = wrapped([weight], {"fused_step": "auto"}, loss_scale=8.0)
@@ -163,18 +112,6 @@ def test_a_sparse_gradient_has_torch_warn_of_nothing(mode: dict[str, Any]) -> No
     finally:
         torch.set_warn_always(always)
     assert weight.tolist() == [[1.0] * 4, [-3.0] * 4, [-1.0] * 4] + [[1.0] * 4] * 5
-
-
-@by_mode
-def test_gradients_in_other_strides(mode: dict[str, Any]) -> None:
-    values = normal((6, 4), torch.float16, 1)
-    p = nn.Parameter(torch.zeros(6, 4).half())
-    opt = wrapped([p], mode)
-    opt.scale_loss(torch.zeros(()))
-    p.grad = values.t().contiguous().t()
-    opt.clip_master_grads(1e9)
-    opt.step()
-    assert_same_bits(p, -values)
 
 
 def test_a_gradient_of_another_shape_put_in_between_clip_and_step_is_not_walked() -> None:

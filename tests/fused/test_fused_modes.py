@@ -181,30 +181,3 @@ def test_checkpoints_move_between_fused_general_and_torch(name: str) -> None:
     train(again, again_params, 2, 3)
     assert_same(again.state_dict(), opt.state_dict(), "fused, saved, loaded, fused")
     train(back, back_params, 3)
-
-
-def test_groups_and_parameters_that_come_later() -> None:
-    params, opt = made("adamw")
-    train(opt, params, 0)
-    late = half(70)
-    opt.add_param_group({"params": [late], "lr": 0.5})
-    train(opt, [*params, late], 1)
-    assert float(late.detach()[0]) != 1.0
-    assert {float(s["step"]) for s in opt.state.values()} == {1.0, 2.0}
-    opt.add_param_group({"params": [half(3, dtype=torch.float64)]})
-    assert "is float64" in repr(opt)
-
-
-def test_decoupled_weight_decay_as_an_option_of_adam() -> None:
-    if "decoupled_weight_decay" not in Adam([half(1)]).defaults:
-        pytest.skip("this torch has no such option")
-    results = []
-    for cls, more in ((AdamW, {}), (Adam, {"decoupled_weight_decay": True}), (Adam, {})):
-        params = parameters(dtypes=(torch.float16,))
-        opt = MixedPrecisionOptimizer(
-            cls(params, lr=0.1, weight_decay=0.1, **more), fused_step=True, loss_scale=8.0
-        )  # fmt: skip
-        train(opt, params, 0, 1)
-        results.append([m.detach().clone() for m in opt.master_params()])
-    assert_same(results[1], results[0])
-    assert not torch.equal(results[2][0], results[0][0])

@@ -141,21 +141,6 @@ def test_a_setting_that_is_written_in_place_counts(key: str, value: object, chan
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_what_a_hook_of_the_step_sets_counts_in_that_step() -> None:
-    results = []
-    for hooked in (False, True):
-        opt, params = make("AdamW", fused=True)
-        for number in range(3):
-            step(opt, params, number)
-        if hooked:
-            opt.optimizer.register_step_pre_hook(lambda o, *_: o.param_groups[0].update(lr=0.5))
-        else:
-            opt.param_groups[0]["lr"] = 0.5
-        step(opt, params, 3)
-        results.append([*params, *opt.master_params()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize("kind", MAKERS)
 def test_parameters_may_miss_gradients_in_some_steps(kind: str) -> None:
     results = []
@@ -167,19 +152,3 @@ def test_parameters_may_miss_gradients_in_some_steps(kind: str) -> None:
             step(opt, params, number, without)
         results.append([*params, *opt.master_params()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_a_parameter_that_comes_and_has_no_gradient(kind: str) -> None:
-    opt, params = make(kind, fused=True)
-    for number in range(3):
-        step(opt, params, number)
-    add_group(opt, params)
-    before = params[-1].detach().clone()
-    other, rest = make(kind, fused=True)
-    for number in range(5):
-        if number > 2:
-            step(opt, params, number, without=len(params) - 1)
-        step(other, rest, number)
-    assert torch.equal(params[-1], before)
-    assert all(torch.equal(a, b) for a, b in zip(params, rest, strict=False))

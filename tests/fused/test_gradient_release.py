@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import math
 import pickle
 import sys
@@ -623,15 +622,6 @@ def test_what_stands_in_the_way_later_is_said() -> None:
     opt.param_groups[0]["lr"] = torch.tensor([0.1, 0.2])
     with pytest.raises(RuntimeError, match="can't be stepped in one pass any more: group 0 has an lr that is a tensor"):
         opt.backward(net(batch(torch.float16, 1)))
-
-
-def test_nothing_is_logged_and_nothing_done_without_a_backward(caplog: pytest.LogCaptureFixture) -> None:
-    _, opt = made()
-    with caplog.at_level(logging.INFO):
-        opt.step()
-        opt.zero_grad()
-    assert opt.skipped_steps == 0
-    assert not caplog.records
 
 
 def test_what_is_saved_or_copied_between_backward_and_step_has_the_step() -> None:
