@@ -142,17 +142,6 @@ def test_an_overflow_that_is_never_stepped_does_not_cost_the_next_step(level: st
     assert not optimizer.step_was_skipped
 
 
-def test_the_scale_never_reaches_zero(caplog: pytest.LogCaptureFixture) -> None:
-    model, optimizer = made("O2", min_loss_scale=4.0)
-    for _ in range(20):
-        optimizer.zero_grad()
-        with amp.scale_loss(model(X).sum() * float("inf"), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-    assert _amp_state.loss_scalers[0].loss_scale() == 4.0
-    assert optimizer.skipped_steps == 20
-
-
 def test_growth_and_the_counts_that_scripts_read_and_write() -> None:
     model, optimizer = made("O2", max_loss_scale=32.0)
     scaler = _amp_state.loss_scalers[0]
@@ -251,28 +240,6 @@ def test_refused_calls() -> None:
         optimizer.step(lambda: None)
     train(model, optimizer, 1)
     assert not optimizer.step_was_skipped
-
-
-@pytest.mark.parametrize("level", ["O0", "O1"])
-def test_closures_without_masters(level: str) -> None:
-    model = net()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    losses = []
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(X), Y)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        losses.append(loss.item())
-        if len(losses) == 2 and level == "O1":
-            model[0].bias.grad[0] = float("inf")  # evaluated again at a lower scale
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
-    assert losses[-1] < losses[0]
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------

@@ -118,15 +118,6 @@ def test_error_if_nonfinite_raises_and_leaves_gradients(mode: Mode, bad: float) 
 
 
 @steps
-def test_norms_neither_overflow_nor_vanish(fused_step: bool | str) -> None:
-    for size in (1e30, 1e-30):
-        p = ones(2, torch.float32)
-        opt = MixedPrecisionOptimizer(SGD([p], lr=1.0), fused_step=fused_step)
-        opt.backward(linear_loss([p], [size]))
-        assert float(opt.clip_master_grads(1e38)) == pytest.approx(2**0.5 * size, rel=1e-6)
-
-
-@steps
 def test_a_finite_norm_beyond_fp32_clips_to_max_norm(fused_step: bool | str) -> None:
     """Norm 2 * 3e38 is inf in float32, and every gradient is finite."""
     p = ones(4, torch.float32)
@@ -136,15 +127,6 @@ def test_a_finite_norm_beyond_fp32_clips_to_max_norm(fused_step: bool | str) -> 
     opt.step()
     assert not opt.step_was_skipped
     assert p.tolist() == pytest.approx([0.5] * 4, rel=1e-5)
-
-
-@steps
-def test_the_norm_of_many_equal_gradients_is_exact(fused_step: bool | str) -> None:
-    """2^20 gradients of 0.25: norm 256 exactly, where a float32 running sum is off."""
-    p = nn.Parameter(torch.zeros(2**20, dtype=torch.float16))
-    opt = MixedPrecisionOptimizer(SGD([p], lr=1.0), loss_scale=8.0, fused_step=fused_step)
-    opt.backward(p.float().sum() * 0.25)
-    assert float(opt.clip_master_grads(1e9)) == 256.0
 
 
 def test_fp64_gradients_are_clipped_in_fp64() -> None:

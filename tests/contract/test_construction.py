@@ -141,14 +141,6 @@ def test_a_parameter_on_the_meta_device_is_refused_by_name(mode: Mode, dtype: to
     assert len(opt.param_groups) == 1
 
 
-def test_a_refused_construction_leaves_the_optimizer_as_it_was() -> None:
-    a, b = _slices(HALF)
-    inner = SGD([a, b], lr=0.5)
-    with pytest.raises(ValueError, match="param"):
-        MixedPrecisionOptimizer(inner)
-    assert [id(p) for p in inner.param_groups[0]["params"]] == [id(a), id(b)]
-
-
 @SIXTEEN
 @every_mode
 def test_disjoint_parts_of_one_flat_buffer_are_fine(mode: Mode, dtype: torch.dtype) -> None:

@@ -68,44 +68,7 @@ CHECKS: dict[str, Any] = {
     "the door": lambda opt: opt.update_master_grads(),
     "a read": lambda opt: next(opt.master_params()).grad,
 }
-CHANGES: dict[str, Any] = {
-    "one is added": lambda groups: groups[0]["params"].append(weight(3)),
-    "a group is added": lambda groups: groups.append({**groups[0], "params": [weight(3)]}),
-    "one is gone": lambda groups: groups[0]["params"].pop(),
-    "another order": lambda groups: groups[0]["params"].reverse(),
-    "one in another's place": lambda groups: groups[0]["params"].__setitem__(0, weight(4)),
-}
-CALLS: dict[str, Any] = {
-    "step": lambda opt: opt.step(),
-    "clip": lambda opt: opt.clip_master_grads(1.0),
-    "the door": lambda opt: opt.update_master_grads(),
-    "state_dict": lambda opt: opt.state_dict(),
-    "scale_loss": lambda opt: opt.scale_loss(torch.ones(())),
-}
 SAYS = r"param_groups were changed between a check .*Put them back as they were; or .*opt\.zero_grad\(\)"
-
-
-@STEPS
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("change", CHANGES)
-def test_between_a_check_and_its_step_groups_may_not_change(fused_step: Any, check: str, change: str) -> None:
-    """Neither the norm nor the check has seen it: the next call raises before it does anything."""
-    first, second = weight(4), weight(2)
-    opt = MixedPrecisionOptimizer(sgd([first, second]), loss_scale=64.0, fused_step=fused_step)
-    opt.backward(first.float().sum() + second.float().sum())
-    CHECKS[check](opt)
-    CHANGES[change](opt.param_groups)
-    for call in CALLS.values():
-        with pytest.raises(RuntimeError, match=SAYS):
-            call(opt)
-    assert first.tolist() + second.tolist() == [1.0] * 6
-    assert opt.stats()["steps"] == 0
-    opt.zero_grad()
-    held = list(opt.model_params())
-    assert all(p.grad is None for p in held)
-    assert [p.dtype for p in opt.master_params()] == [torch.float32] * len(held)
-    train(opt, *held)
-    assert all(p.tolist() == [1.5] * len(p) for p in held)
 
 
 @STEPS
@@ -116,8 +79,9 @@ def test_groups_that_are_put_back_are_no_change(fused_step: Any, check: str) -> 
     opt.backward(((first.float() - 3.0) ** 2).sum() + ((second.float() - 3.0) ** 2).sum())
     CHECKS[check](opt)
     gone = opt.param_groups[0]["params"].pop()
-    with pytest.raises(RuntimeError, match=SAYS):
-        opt.step()
+    for call in (opt.step, opt.state_dict, lambda: opt.scale_loss(torch.ones(()))):
+        with pytest.raises(RuntimeError, match=SAYS):
+            call()
     opt.param_groups[0]["params"].append(gone)
     opt.step()
     assert first.tolist() + second.tolist() == [1.5] * 6
@@ -150,44 +114,6 @@ def test_reading_param_groups_brings_them_up_to_date(fused_step: Any, dtype: tor
 
 
 # -- frozen parameters -------------------------------------------------------------------------------------------------
-
-EVERY_STEP = pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"fused_step": False},
-        {"grad_accumulation": "fp32"},
-        {"master_weights": "split"},
-        {"master_weights": "split24"},
-        {"master_weights": "none"},
-    ],
-    ids=lambda arguments: "-".join(map(str, arguments.values())) or "one pass",
-)
-
-
-def _plain_sgd(params: Any) -> SGD:
-    return SGD(params, lr=0.25, foreach=False)
-
-
-@EVERY_STEP
-@DTYPES
-@pytest.mark.parametrize("look", ["nothing", *CHECKS])
-@pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
-def test_a_frozen_parameter_with_a_gradient_is_stepped(
-    arguments: dict[str, Any], dtype: torch.dtype, look: str, when: str
-) -> None:
-    """As in torch: its gradient came from the user, who sets it by hand. It gets a master for that."""
-    first, frozen = weight(4, dtype), weight(3, dtype).requires_grad_(False)
-    if when == "before wrapping":
-        frozen.grad = torch.ones_like(frozen)
-    opt = MixedPrecisionOptimizer(_plain_sgd([first, frozen]), **arguments)
-    first.grad, frozen.grad = torch.ones_like(first), torch.ones_like(frozen)
-    if look != "nothing":
-        CHECKS[look](opt)
-    opt.step()
-    assert (first.tolist(), frozen.tolist()) == ([0.75] * 4, [0.75] * 3)
-    assert [id(m) for m in opt.param_groups[0]["params"]] != [id(first), id(frozen)]
-    assert not any(m is frozen for m in opt.param_groups[0]["params"])
 
 
 def test_a_parameter_twice_is_refused_from_every_way_in() -> None:

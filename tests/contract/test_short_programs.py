@@ -90,6 +90,8 @@ CALLS: dict[str, Statement] = {
     "refresh": S("opt.refresh_masters()", "refresh_masters"),
     "rate": S('for group in opt.param_groups: group["lr"] *= 0.5', "change_rate", (0.5,)),
     "step behind": S("opt.optimizer.step()", "use_behind"),
+    "zero behind": S("opt.optimizer.zero_grad()", "use_behind"),
+    "frozen c": S("", "set_trains", (C, False)),
     "c by the wrapped one": S(
         f'opt.optimizer.add_param_group({{"params": [model.p3], "lr": {RATE_OF_ADDED}}})',
         "add_param_group",
@@ -117,12 +119,15 @@ for word, owner in {"our": "opt", "its": "inner"}.items():
             text = tried(call, "Planned", hooks, "handle.remove()")
             does = "scaler.stopped_step" if prefix else "stopped_step"
             CALLS[f"{prefix}step stopped by {word} {when} hook"] = S(text, does, (owner, when))
+    text = tried("opt.step()", "", hooks.replace("stop", "halve"), "handle.remove()")
+    CALLS[f"step halved by {word} post hook"] = S(text, "hooked_step", (owner,), compares=True)
 for word, of in LOSSES.items():
     value = Writer.loss(of)
     CALLS[f"backward{word}"] = S(f"opt.backward({value})", "backward", (of,))
     CALLS[f"unstamped{word}"] = S(
         f"opt.backward({value}, update_master_grads=False)", "backward", (of,), {"stamp": False}
     )
+    CALLS[f"other backward{word}"] = S(f"opt.backward({value}, scaler=other)", "backward", (of,), {"by": "other"})
     CALLS[f"scale_loss{word}"] = S(f"opt.scale_loss({value}).backward()", "scale_loss", (of,))
     CALLS[f"plain{word}"] = S(f"{value}.backward()", "plain_backward", (of,))
     closure = (
@@ -168,7 +173,7 @@ for word, name in {"a": A, "b": B, "c": C}.items():
 
 SAYS = {
     "groups": r"param_groups were changed between a check .*Put them back as they were; or .*opt\.zero_grad\(\)",
-    "behind": r"opt\.step\(\)",
+    "behind": r"opt\.(step|zero_grad)\(.*MixedPrecisionOptimizer",
     "written": r"\bp\d\b.*update_master_grads\(\)",
     "plain": r"opt\.backward\(loss\)",
     "left": r"zero_grad\(\)",
@@ -224,6 +229,9 @@ ROWS: list[Row] = [
     ("which scale_loss leaves to the step", "plain; scale_loss more; step !left; zero; backward; step", KEEPS, OTHERS),
     ("nor those of the last step", "{backward|backward inf a}; step; backward more !left; zero; backward; step",
      KEEPS, OTHERS),
+    ("those that scale_loss has added to are refused wherever they are needed",
+     "backward; step; scale_loss more; {backward|step|clip 1|door|scale_loss} !left; step !left; zero; backward; step",
+     KEEPS, OTHERS),
     ("at a scale of one it adds to them", "plain; backward more; step; backward; step; backward; step", KEEPS, [ONE]),
     ("zeros are what it adds to", f"{WAY}; step; zero to zeros; {WAY}; step; zero to zeros; {WAY}; step", KEEPS, EVERY),
     ("FP32 sums are used up by a step and by a skip",
@@ -236,6 +244,13 @@ ROWS: list[Row] = [
     ("also with FP32 sums", "{|backward}; stop; {backward|clip 1|values|step} !interrupted; zero; backward; step",
      FOLDS, EVERY),
     ("which needs no gradient to be there", "stop before; step; zero; backward; step", KEEPS, EVERY),
+
+    ("each loss with a scaler of its own",
+     "{backward; other backward more|other backward; backward more}; {|read}; step; zero; "
+     "{backward inf a; other backward|backward; other backward inf b}; step; zero; other backward; backward; step",
+     FOLDS, EVERY),
+    ("an edit blames none of them", "{backward inf a; other backward|backward; other backward inf b}; "
+     "{torch clip|edit master c}; step; zero; backward; step", FOLDS, EVERY),
 
     # -- step --
     ("without gradients it does nothing", "step; step; door; step; backward; step; zero; step", ALONE, EVERY),
@@ -331,8 +346,10 @@ ROWS: list[Row] = [
      "zero; backward more; order; step", ALONE, EVERY),
     ("what leaves one is let go", "backward; step; zero; {c leaves|the last leaves|another order}; backward; step; "
      "zero; backward more; step; order", ALONE, EVERY),
-    ("one that is thawed has a master", "backward of a and b; step; zero; thaw c; order; backward; step",
+    ("one that is thawed has a master", "frozen c; backward of a and b; step; zero; thaw c; order; backward; step",
      ALONE, EVERY),
+    ("a frozen one that has a gradient is stepped as in torch", "frozen c; give a; give c; "
+     "{|clip 1e+06|values|door|read}; step; order", KEEPS, [ONE]),
     ("one that is frozen after its backward is stepped", "backward; {|door}; freeze c; step; zero; backward; step",
      KEEPS, EVERY),
     ("between a check and its step groups may not change", "c leaves; backward of a and b; {clip 1e+06|values}; "
@@ -343,7 +360,8 @@ ROWS: list[Row] = [
     ("between a backward and its step they may", "c leaves; backward of a and b; {add c|c in another group}; "
      "{|backward more|backward nan c}; step; zero; backward; step", KEEPS, EVERY),
     ("a rate counts from the next step on", "backward; rate; step; rate; zero; backward; step", ALONE, EVERY),
-    ("the wrapped optimizer's own step is refused", "backward; step behind !behind; step", ALONE, EVERY),
+    ("the wrapped optimizer's own step is refused", "{|backward; step}; {step|zero} behind !behind; zero; "
+     "backward; {step|zero} behind !behind; step", ALONE, EVERY),
 
     # -- closures --
     ("a closure is evaluated once, its loss returned", "closure; closure more; closure inf b; closure", ALONE, EVERY),
@@ -367,6 +385,8 @@ ROWS: list[Row] = [
      "backward; {|clip 1}; step stopped by {our|its} pre hook; step; zero; backward; step", ALONE, EVERY),
     ("with a master that was written before", "backward; write master a; step stopped by its pre hook; step",
      FULL, EVERY),
+    ("what a hook after it writes to masters is in the model",
+     "backward; step halved by {our|its} post hook; zero; backward; step; save", [*FULL, "none"], EVERY),
     ("one after it stops nothing", "backward; step stopped by {our|its} post hook; zero; backward; step",
      ALONE, EVERY),
     ("copies and checkpoints go on", "{backward|backward nan a}; step; zero; {copy|pickle|resume|reload}; backward; "
@@ -394,13 +414,14 @@ ROWS: list[Row] = [
      DRIVEN, [ONE]),
     ("after unscale_ masters show true gradients", "scaler backward; unscale; read; save; order; scaler step; update",
      DRIVEN_FULL, [ONE]),
-    ("and may be clipped or edited", "scaler backward; unscale; "
-     "{torch clip|edit master a|spoil master a|values|clip 1}; scaler step; update; zero; scaler backward; scaler step",
-     DRIVEN_FULL, [ONE]),
-    ("after unscale_ groups may not change", "c leaves; scaler backward of a and b; unscale; add c !groups; scaler step; "
-     "update; zero; scaler backward; unscale; the last leaves; scaler step !groups", DRIVEN_KEEPS, [ONE]),
-    ("one that is thawed has a master at once", "scaler backward of a and b; {|unscale}; scaler step; update; zero; "
-     "thaw c; scaler backward; {|unscale}; scaler step; update", DRIVEN, [ONE]),
+    ("and may be clipped or edited",
+     "scaler backward; unscale; {torch clip|edit master a|spoil master a|values|clip 1}; scaler step; update; zero; "
+     "scaler backward; scaler step", DRIVEN_FULL, [ONE]),
+    ("after unscale_ groups may not change",
+     "c leaves; scaler backward of a and b; unscale; add c !groups; scaler step; update; zero; scaler backward; "
+     "unscale; the last leaves; scaler step !groups", DRIVEN_KEEPS, [ONE]),
+    ("one that is thawed has a master at once",
+     "frozen c; scaler backward of a and b; {|unscale}; scaler step; update; zero; thaw c; scaler backward; {|unscale}; scaler step; update", DRIVEN, [ONE]),
     ("a hook that raises leaves nothing of the GradScaler's behind", "scaler backward; {|unscale}; "
      "scaler step stopped by {our|its} pre hook; zero; update; scaler backward more; scaler step; update",
      DRIVEN_KEEPS, [ONE]),
@@ -468,7 +489,7 @@ def test_rules(mode: str) -> None:
         for rule, *row in ROWS:
             for scale, program in cells(mode, *row):
                 try:
-                    follow(setting(mode, scale, [C] if "thaw c" in program else []), program)
+                    follow(setting(mode, scale, [C] if "frozen c" in program else []), program)
                 except (AssertionError, Difference) as found:
                     pytest.fail(f"{rule}, at scale {scale}, {program}: {found}", pytrace=False)
     finally:

@@ -14,8 +14,7 @@ import pytest
 import torch
 from engine.checks import assert_model_is_rounded_masters
 from torch import Tensor
-from torch.optim import LBFGS, SGD
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import LBFGS
 
 from contract.worlds import ALL, HALF, INF, Mode, World, by, every_mode, every_scale, sgd, values
 from fp16opt import MixedPrecisionOptimizer
@@ -230,48 +229,6 @@ def test_a_world_without_the_optimizer_is_freed_so_the_test_can_fail(scale: str,
 
 
 # -- written by hooks and by other code around a step ------------------------------------------------------------------
-
-HOOKS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
-    "the wrapper's": lambda opt: opt.register_step_post_hook,
-    "the wrapped optimizer's": lambda opt: opt.optimizer.register_step_post_hook,
-    "everybody's": lambda opt: register_optimizer_step_post_hook,
-}
-STEPS = pytest.mark.parametrize(
-    "arguments",
-    [{}, {"fused_step": False}, {"grad_accumulation": "fp32"}, {"loss_scale": 64.0}],
-    ids=["one pass", "wrapped", "sums", "scaled"],
-)
-
-
-@STEPS
-@pytest.mark.parametrize("whose", HOOKS)
-@pytest.mark.parametrize("steps", [1, 3])
-def test_what_a_post_hook_writes_to_masters_reaches_the_model_within_the_step(
-    arguments: dict[str, Any], whose: str, steps: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Weights that are kept at most 1 in size, say."""
-    weights = [torch.nn.Parameter(torch.full((4,), -1.0, dtype=dtype)) for dtype in (HALF, torch.float32)]
-    opt = MixedPrecisionOptimizer(SGD(weights, lr=1.0), **arguments)
-    caplog.clear()
-
-    def bound(*_: Any) -> None:
-        with torch.no_grad():
-            for master in opt.master_params():
-                master.clamp_(-1.0, 1.0)
-
-    handle = HOOKS[whose](opt)(bound)
-    try:
-        for _ in range(steps):
-            opt.zero_grad()
-            opt.backward(sum(weight.float().sum() for weight in weights) * -4.0)
-            opt.step()
-            assert [weight.tolist() for weight in weights] == [[1.0] * 4] * 2
-            assert [master.tolist() for master in opt.master_params()] == [[1.0] * 4] * 2
-    finally:
-        handle.remove()
-    assert opt.stats()["model_writes_taken"] == 0
-    assert not [record for record in caplog.records if "written" in record.getMessage()]
-
 
 CALLS: dict[str, Callable[[World], object]] = {
     "zero_grad": lambda world: world.opt.zero_grad(),

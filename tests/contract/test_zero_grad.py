@@ -16,7 +16,6 @@ from contract.worlds import (
     every_mode_that_keeps_gradients,
     every_setting_that_keeps_gradients,
     instead,
-    times,
     values,
 )
 from fp16opt import MixedPrecisionOptimizer
@@ -71,20 +70,6 @@ def test_a_parameter_that_had_none_gets_none(mode: Mode) -> None:
     world.opt.zero_grad(set_to_none=False)
     assert world.params[0].grad is None
     world.expect_step(instead(zeros(), 0, None))
-
-
-@every_mode_that_keeps_gradients
-@LOOKS
-@pytest.mark.parametrize("then", ["backward", "step"])
-def test_the_models_zero_grad_may_leave_zeros(mode: Mode, look: str, then: str) -> None:
-    world = World(mode, "dynamic", **DECAY)
-    world.backward(GRADS)
-    look_at(world, look)
-    for p in world.params:
-        p.grad.zero_()
-    if then == "backward":
-        world.backward(GRADS)
-    world.expect_step(GRADS if then == "backward" else times(GRADS, 0.0))
 
 
 @every_mode
