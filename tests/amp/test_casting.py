@@ -311,26 +311,14 @@ def test_a_weight_used_many_times_is_cast_once(casts: Any) -> None:
     made_of: list[Tensor] = []
 
     @amp.half_function
-    def note(x: Tensor, weights: list[Tensor]) -> Tensor:
+    def note(x: Tensor, weights: list[Tensor]) -> None:
         made_of.extend(weights)
-        return x
 
     weight = nn.Parameter(torch.ones(2))
     for _ in range(3):
         note(torch.ones(1), [weight, weight])  # a list of parameters as well
     assert all(w is made_of[0] for w in made_of)
     assert made_of[0].dtype == HALF
-    assert [entry[0] for entry in _amp_state.casts.cache.values()] == [weight]
-    note(torch.ones(1), [weight])
-    with torch.no_grad():
-        weight.add_(1.0)
-    note(torch.ones(1), [weight])
-    assert made_of[-1].tolist() == [2.0, 2.0]  # written in between: cast anew
-    with torch.no_grad():
-        note(torch.ones(1), [weight])
-        assert not made_of[-1].requires_grad
-    note(torch.ones(1), [weight])
-    assert made_of[-1].requires_grad
 
 
 # -- the user's functions --------------------------------------------------------------------------------------------

@@ -496,20 +496,6 @@ def test_schedulers_do_not_warn_where_the_first_step_is_skipped(level: str, recw
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_state_of_a_used_optimizer_is_kept(level: str) -> None:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(X).square().mean().backward()
-        optimizer.step()
-    kept = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for p, old in zip(amp.master_params(optimizer), kept, strict=True):
-        assert torch.equal(optimizer.state[p]["exp_avg_sq"], old)  # and not rounded
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
 @pytest.mark.parametrize("level", LEVELS)
 def test_copied_or_pickled_with_its_model_training_goes_on(level: str, copied: Any) -> None:

@@ -14,7 +14,7 @@ from contract.worlds import (
     by,
     every_mode,
     every_mode_that_keeps_gradients,
-    every_setting_that_keeps_gradients,
+    every_scale,
     instead,
     values,
 )
@@ -38,7 +38,8 @@ def zeros() -> list[Tensor]:
     return [torch.zeros_like(g) for g in GRADS]
 
 
-@every_setting_that_keeps_gradients
+@every_mode_that_keeps_gradients
+@every_scale
 @LOOKS
 def test_zeros_clear_both_sides_and_take_part_in_a_step(mode: Mode, scale: str, look: str) -> None:
     """Weight decay is applied though nothing came after, as in torch."""

@@ -178,16 +178,7 @@ def test_state_dict_and_load_hooks_fire() -> None:
         ({"weight_decay": 0}, {"weight_decay": 0.5}),
         ({"betas": [0.5, 0.75]}, {"betas": (0.9, 0.99)}),
     ],
-    ids=[
-        "none_into_foreach",
-        "forloop_into_none",
-        "none_into_fused",
-        "fused_into_none",
-        "int_lr_into_float",
-        "float_lr_into_tensor",
-        "int_decay_into_float",
-        "list_into_tuple",
-    ],
+    ids=str,
 )
 def test_options_given_in_another_way_load_as_torch_loads_them(saved: dict[str, Any], now: dict[str, Any]) -> None:
     p, q = ones(), ones()

@@ -101,14 +101,3 @@ def test_going_back_to_a_loaded_models_weights_is_a_write() -> None:
         param.copy_(weights)
     opt.state_dict()
     assert_same_bits(masters(opt)[0], weights.float())
-
-
-def test_after_a_refresh_a_loaded_models_weights_are_a_write() -> None:
-    opt, param, weights = stepped_after_loading_ties()
-    with torch.no_grad():
-        param.fill_(3.0)
-    opt.refresh_masters()
-    with torch.no_grad():
-        param.copy_(weights)
-    opt.state_dict()
-    assert_same_bits(masters(opt)[0], weights.float())

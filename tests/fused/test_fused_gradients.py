@@ -12,9 +12,7 @@ from engine.checks import (
     linear_loss,
     one_step,
     ones,
-    tensor_bytes,
 )
-from engine.split_cases import bytes_kept
 from torch import Tensor, nn
 from torch.optim import SGD, RMSprop
 
@@ -24,25 +22,6 @@ from fused.test_fused_steps import give_grads, made
 
 def wrapped(params: list[Tensor], mode: dict[str, Any], lr: float = 1.0, **more: Any) -> MixedPrecisionOptimizer:
     return MixedPrecisionOptimizer(SGD(params, lr=lr), **mode, **more)
-
-
-def test_the_memory_of_gradients_that_are_read_at_every_step_is_kept_and_others_is_not() -> None:
-    before = tensor_bytes()
-    p = nn.Parameter(torch.ones(100_000).half())
-    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), fused_step=True, loss_scale=8.0)
-    places = set()
-    for _ in range(4):
-        opt.zero_grad()
-        opt.backward(linear_loss([p], [1.0]))
-        places.add(next(opt.master_params()).grad.data_ptr())
-        opt.step()
-    assert len(places) == 1
-    for _ in range(3):
-        opt.zero_grad()
-        opt.backward(linear_loss([p], [1.0]))
-        opt.step()
-    opt.zero_grad()
-    assert 6.0 <= bytes_kept(opt, before) / p.numel() <= 6.25
 
 
 def test_the_norm_has_the_same_bits_once_gradients_were_read() -> None:
