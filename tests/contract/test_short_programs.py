@@ -421,8 +421,8 @@ ROWS: list[Row] = [
      "c leaves; scaler backward of a and b; unscale; add c !groups; scaler step; update; zero; scaler backward; "
      "unscale; the last leaves; scaler step !groups", DRIVEN_KEEPS, [ONE]),
     ("one that is thawed has a master at once",
-     "frozen c; scaler backward of a and b; {|unscale}; scaler step; update; zero; thaw c; scaler backward; {|unscale}; "
-     "scaler step; update", DRIVEN, [ONE]),
+     "frozen c; scaler backward of a and b; {|unscale}; scaler step; update; zero; thaw c; scaler backward; "
+     "{|unscale}; scaler step; update", DRIVEN, [ONE]),
     ("a hook that raises leaves nothing of the GradScaler's behind", "scaler backward; {|unscale}; "
      "scaler step stopped by {our|its} pre hook; zero; update; scaler backward more; scaler step; update",
      DRIVEN_KEEPS, [ONE]),
