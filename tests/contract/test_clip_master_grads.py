@@ -22,7 +22,6 @@ from contract.worlds import (
     Mode,
     World,
     every_mode,
-    every_scale_but_one,
     instead,
     values,
 )
@@ -80,24 +79,6 @@ def test_the_factor_has_torchs_bits(norm: float, max_norm: float) -> None:
     clip_grad_norm_([theirs], max_norm)
     opt.step()
     assert_same_bits(p, (1.0 - theirs.grad).detach())
-
-
-# -- what came without backward ----------------------------------------------------------------------------------------
-
-
-@every_mode
-@every_scale_but_one
-def test_after_a_step_left_gradients_are_refused(mode: Mode, scale: str) -> None:
-    world = World(mode, scale)
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-    if all(param.grad is None for param in world.params):
-        assert float(world.opt.clip_master_grads(1.0)) == 0.0, "FP32 sums were used up"
-        return
-    with pytest.raises(RuntimeError, match=r"did not make for this step, .*Call zero_grad\(\) after each step"):
-        world.opt.clip_master_grads(1.0)
-    world.opt.zero_grad()
-    assert float(world.opt.clip_master_grads(1.0)) == 0.0
 
 
 # -- what is not finite ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 
 REFUSED = "the model's gradients were folded into FP32 sums"
 
@@ -123,18 +123,6 @@ def test_a_plain_backward_after_cleared_gradients_raises() -> None:
     loss_of(model).backward()
     with pytest.raises(RuntimeError, match=r"written after they were folded.*To give the step up, call opt\.zero_grad"):
         opt.step()
-
-
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
-def test_unscale_divides_sums_once_where_a_parameter_has_none(kind: type) -> None:
-    used, unused = [nn.Parameter(torch.zeros(2).half()) for _ in range(2)]
-    opt = MixedPrecisionOptimizer(SGD([unused, used], lr=1.0), grad_accumulation="fp32")
-    scaler = kind("cpu", init_scale=8.0)
-    scaler.scale(used.float().sum()).backward()
-    scaler.unscale_(opt)
-    assert float(opt.clip_master_grads(100.0)) == pytest.approx(2.0**0.5)
-    scaler.step(opt)
-    assert (used.tolist(), unused.tolist()) == ([-1.0] * 2, [0.0] * 2)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch gained grad_dtype later")

@@ -131,19 +131,6 @@ def test_a_parameter_twice_is_refused_from_every_way_in() -> None:
 
 @STEPS
 @DTYPES
-def test_state_of_a_model_parameter_is_its_masters(fused_step: Any, dtype: torch.dtype) -> None:
-    first = weight(4, dtype)
-    opt = MixedPrecisionOptimizer(Adam([first], lr=0.1), loss_scale=64.0, fused_step=fused_step)
-    train(opt, first)
-    (master,) = opt.master_params()
-    assert opt.state[first] is opt.state[master]
-    assert first in opt.state
-    assert opt.state.get(first) is opt.state[master]
-    assert len(opt.state) == 1
-
-
-@STEPS
-@DTYPES
 def test_state_of_a_frozen_parameter_is_its_masters_once_it_trains(fused_step: Any, dtype: torch.dtype) -> None:
     """What was written there before is what is stepped: no dict that the optimizer does not read."""
     first, frozen = weight(4, dtype), weight(3, dtype).requires_grad_(False)

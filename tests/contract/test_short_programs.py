@@ -360,8 +360,8 @@ ROWS: list[Row] = [
     ("between a backward and its step they may", "c leaves; backward of a and b; {add c|c in another group}; "
      "{|backward more|backward nan c}; step; zero; backward; step", KEEPS, EVERY),
     ("a rate counts from the next step on", "backward; rate; step; rate; zero; backward; step", ALONE, EVERY),
-    ("the wrapped optimizer's own step is refused", "{|backward; step}; {step|zero} behind !behind; zero; "
-     "backward; {step|zero} behind !behind; step", ALONE, EVERY),
+    ("the wrapped optimizer's own step is refused",
+     "{|backward; step}; {|copy|pickle}; {step|zero} behind !behind; zero; backward; {step|zero} behind !behind; step", ALONE, EVERY),
 
     # -- closures --
     ("a closure is evaluated once, its loss returned", "closure; closure more; closure inf b; closure", ALONE, EVERY),
@@ -426,6 +426,8 @@ ROWS: list[Row] = [
     ("a hook that raises leaves nothing of the GradScaler's behind", "scaler backward; {|unscale}; "
      "scaler step stopped by {our|its} pre hook; zero; update; scaler backward more; scaler step; update",
      DRIVEN_KEEPS, [ONE]),
+    ("a sum that a parameter lacks is divided once",
+     "scaler backward {without b|of a}; {|unscale; clip 1e+06|unscale; read}; scaler step; update", DRIVEN, [ONE]),
     ("a gradient that is dropped is left alone", "scaler backward; drop a; {|unscale}; scaler step; update",
      DRIVEN_KEEPS, [ONE]),
     ("also after unscale_", "scaler backward; unscale; drop a; scaler step; update", DRIVEN_KEEPS, [ONE]),

@@ -26,7 +26,6 @@ from contract.worlds import (
     by,
     every_mode,
     every_mode_that_keeps_gradients,
-    times,
     values,
 )
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
@@ -86,15 +85,6 @@ def test_a_verdict_from_outside_is_obeyed(found: float) -> None:
         world.expect_skipped()
     else:
         world.expect_stepped(GRADS)
-
-
-def test_a_scale_from_outside_divides() -> None:
-    world = World(WRAPPED, "one")
-    world.loss(times(GRADS, 64.0)).backward()
-    world.opt.grad_scale, world.opt.found_inf = torch.tensor(64.0), torch.tensor(0.0)
-    world.opt.step()
-    del world.opt.grad_scale, world.opt.found_inf
-    world.expect_stepped(GRADS)
 
 
 @SCALERS
@@ -209,22 +199,6 @@ def test_ours_clips_the_wrappers_masters() -> None:
     world.drive(GRADS, False, lambda: norms.append(world.grad_scaler.clip_grad_norm_(world.opt, 1.0)))
     norm = world.expect_norm(norms[0], GRADS)
     world.expect_stepped(clipped(GRADS, norm, 1.0))
-
-
-def test_ours_passes_closures_on() -> None:
-    world = Driven(WRAPPED, fp16opt.GradScaler)
-    calls: list[int] = []
-
-    def closure() -> float:
-        calls.append(1)
-        world.opt.zero_grad()
-        world.plain_backward(GRADS)
-        return 2.5
-
-    world.grad_scaler.step(world.opt, closure)
-    world.grad_scaler.update()
-    assert calls == [1]
-    world.expect_stepped(GRADS)
 
 
 # -- between unscale_ and the step -------------------------------------------------------------------------------------

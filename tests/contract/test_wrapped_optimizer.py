@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -61,19 +59,6 @@ def test_another_optimizer_of_the_same_class_is_free() -> None:
     plain.zero_grad()
     assert other.tolist() == pytest.approx([0.495] * 2, abs=0.01)
     train(opt, weight)
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))], ids=["copy", "pickle"])
-def test_it_is_so_in_a_copy_too(way: Any) -> None:
-    weight, _, opt = made()
-    train(opt, weight)
-    copied = way(opt)
-    (mine,) = copied.model_params()
-    with pytest.raises(RuntimeError, match="MixedPrecisionOptimizer"):
-        copied.optimizer.step()
-    train(copied, mine)
-    train(opt, weight)
-    assert torch.equal(mine.detach(), weight.detach())
 
 
 class TwoPhases(SGD):

@@ -71,15 +71,6 @@ def _fresh(**settings: Any) -> tuple[list[torch.nn.Parameter], MixedPrecisionOpt
     return params, recipes.engine(AdamW(params, lr=0.5), **(settings or STATIC))
 
 
-def test_masters_of_own_master_params_are_none_in_the_state_dict() -> None:
-    params = parameters([(2,), (3,), (4,)], (torch.float16, torch.float32, torch.float64))
-    opt = MixedPrecisionOptimizer(SGD(params, lr=0.1))
-    sd = opt.state_dict()
-    assert sd["masters"][1] is None
-    assert sd["masters"][2] is None
-    assert_same_bits(sd["masters"][0], params[0].detach().float())
-
-
 def test_load_copies_so_that_training_never_edits_the_checkpoint() -> None:
     _, opt = _trained(**DYNAMIC)
     sd = copy.deepcopy(opt.state_dict())
