@@ -15,16 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
 from contract.reference import clipped
-from contract.worlds import (
-    INF,
-    NAN,
-    WRAPPED,
-    Mode,
-    World,
-    every_mode,
-    instead,
-    values,
-)
+from contract.worlds import INF, NAN, WRAPPED, Mode, World, every_mode, instead, values
 from fp16opt import MixedPrecisionOptimizer
 
 GRADS = values(0.5, 1.0, -0.5)

@@ -8,17 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from contract.worlds import (
-    HALF,
-    INF,
-    KEEPS,
-    WRAPPED,
-    Mode,
-    World,
-    by,
-    sgd,
-    values,
-)
+from contract.worlds import HALF, INF, KEEPS, WRAPPED, Mode, World, by, sgd, values
 from fp16opt import DynamicLossScaler, LossScaler, MixedPrecisionOptimizer
 
 GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)

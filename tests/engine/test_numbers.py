@@ -11,12 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 from engine import recipes
-from engine.checks import (
-    assert_same_bits,
-    by_step,
-    normal,
-    one_step,
-)
+from engine.checks import assert_same_bits, by_step, normal, one_step
 from fp16opt import MixedPrecisionOptimizer
 
 MIXED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -14,14 +14,7 @@ from torch import nn
 from torch.optim import SGD
 
 from engine import recipes
-from engine.checks import (
-    assert_same,
-    assert_same_bits,
-    groups_params,
-    linear_loss,
-    one_step,
-    ones,
-)
+from engine.checks import assert_same, assert_same_bits, groups_params, linear_loss, one_step, ones
 from engine.split_cases import ONE_PASS, by_dtype, gradients, half_sgd, masters, through_file, trained, wrap
 from fp16opt import DynamicLossScaler
 

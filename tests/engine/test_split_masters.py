@@ -9,13 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from engine import recipes
-from engine.checks import (
-    assert_same,
-    assert_same_bits,
-    groups_params,
-    normal,
-    ones,
-)
+from engine.checks import assert_same, assert_same_bits, groups_params, normal, ones
 from engine.split_cases import ONE_PASS, by_dtype, masters, pair, state_of, step_both, wrap
 
 

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.checks import (
-    assert_same_bits,
-    linear_loss,
-    one_step,
-    ones,
-)
+from engine.checks import assert_same_bits, linear_loss, one_step, ones
 from torch import Tensor, nn
 from torch.optim import SGD, RMSprop
 
