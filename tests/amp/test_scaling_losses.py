@@ -242,6 +242,28 @@ def test_refused_calls() -> None:
     assert not optimizer.step_was_skipped
 
 
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_closures_without_masters(level: str) -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    losses = []
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X), Y)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        losses.append(loss.item())
+        if len(losses) == 2 and level == "O1":
+            model[0].bias.grad[0] = float("inf")  # evaluated again at a lower scale
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert losses[-1] < losses[0]
+
+
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -361,7 +361,8 @@ ROWS: list[Row] = [
      "{|backward more|backward nan c}; step; zero; backward; step", KEEPS, EVERY),
     ("a rate counts from the next step on", "backward; rate; step; rate; zero; backward; step", ALONE, EVERY),
     ("the wrapped optimizer's own step is refused",
-     "{|backward; step}; {|copy|pickle}; {step|zero} behind !behind; zero; backward; {step|zero} behind !behind; step", ALONE, EVERY),
+     "{|backward; step}; {|copy|pickle}; {step|zero} behind !behind; zero; backward; {step|zero} behind !behind; step",
+     ALONE, EVERY),
 
     # -- closures --
     ("a closure is evaluated once, its loss returned", "closure; closure more; closure inf b; closure", ALONE, EVERY),

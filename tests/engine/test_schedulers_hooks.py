@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from engine.checks import array, assert_same_bits, by_step, linear_loss, one_step, ones
 from fp16opt import MixedPrecisionOptimizer
+from fp16opt.engine import wrapped_step
 
 pytestmark = by_step
 
@@ -260,4 +261,29 @@ def test_code_that_is_put_around_a_wrapped_step_is_called(where: str) -> None:
         opt = MixedPrecisionOptimizer(wrapped, fused_step=False)
     one_step(opt, [p], [0.25])
     assert calls == ["around"]
+    assert p.tolist() == [1.0 - 0.125] * len(p)
+
+
+def test_code_in_the_place_of_torchs_frame_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a tracing library may put it there, before this library or after it."""
+    calls: list[str] = []
+
+    def around(step: Any) -> Any:
+        @functools.wraps(step)
+        def call(self: Any, *arguments: Any, **settings: Any) -> Any:
+            calls.append("around")
+            return step(self, *arguments, **settings)
+
+        return call
+
+    class Traced(SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    monkeypatch.setattr(Optimizer, "profile_hook_step", staticmethod(around))
+    monkeypatch.setattr(wrapped_step, "_FRAME", wrapped_step._frame())
+    p = ones()
+    opt = MixedPrecisionOptimizer(Traced([p], lr=0.5), fused_step=False)
+    one_step(opt, [p], [0.25])
+    assert calls[:1] == ["around"]
     assert p.tolist() == [1.0 - 0.125] * len(p)
