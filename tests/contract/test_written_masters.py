@@ -122,10 +122,6 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def _nothing(world: World) -> None:
-    pass
-
-
 def _backward(world: World) -> None:
     world.backward(values(0.5, 1.0, -0.5))
 
@@ -133,15 +129,6 @@ def _backward(world: World) -> None:
 def _read(world: World) -> None:
     _backward(world)
     assert world.masters[0].grad is not None
-
-
-def _waiting(world: World) -> None:
-    world.backward(values(0.5, 1.0, -0.5), update_master_grads=False)
-
-
-def _clip(world: World) -> None:
-    _backward(world)
-    world.opt.clip_master_grads(0.5)
 
 
 def _skip(world: World) -> None:
@@ -169,7 +156,7 @@ def _refused(world: World) -> None:
         world.opt.clip_master_grads(-1.0)
 
 
-LAST = [_nothing, _backward, _read, _waiting, _clip, _skip, _closure, _saved, _refused]
+LAST = [_backward, _read, _skip, _closure, _saved, _refused]
 
 
 @every_mode

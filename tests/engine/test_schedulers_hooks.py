@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import (
     LambdaLR,
     LinearLR,
     OneCycleLR,
-    ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
@@ -63,15 +62,6 @@ def test_schedulers_work_without_false_warnings(kind: str, when: str, first_skip
             assert got.get_last_lr() == want.get_last_lr()
     assert bool(torch.isfinite(p).all())
     assert not torch.equal(p.detach(), array([1.0] * 4))
-
-
-def test_reduce_on_plateau_takes_the_wrapper() -> None:
-    p = ones()
-    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
-    scheduler = ReduceLROnPlateau(opt, factor=0.5, patience=0)
-    scheduler.step(1.0)
-    scheduler.step(2.0)
-    assert opt.param_groups[0]["lr"] == 0.25 == opt.optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize("when", ["before_wrapping", "on_the_wrapper"])

@@ -275,10 +275,6 @@ def test_sgd_without_any_lr_is_refused() -> None:
     optimizer = FusedSGD([{"params": [p], "lr": 0.25}])
     with pytest.raises(ValueError, match="group 1: lr: expected a number"):
         optimizer.add_param_group({"params": [q]})
-    wrapped = MixedPrecisionOptimizer(FusedSGD([{"params": [p], "lr": 0.25}]))
-    wrapped.backward(p.sum())
-    wrapped.step()
-    assert p.item() == 0.75
 
 
 @pytest.mark.parametrize(
