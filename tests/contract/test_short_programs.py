@@ -63,6 +63,7 @@ CALLS: dict[str, Statement] = {
     "repr": S("repr(opt)", "read_order"),
     "set scale": S("opt.loss_scale = 512.0", "set_scale", (512.0,)),
     "save": S("saved = copy.deepcopy(opt.state_dict())", "save", compares=True),
+    "load": S("opt.load_state_dict(copy.deepcopy(saved))", "load", compares=True),
     "reload": S("saved = opt.state_dict()\nopt.load_state_dict(copy.deepcopy(saved))", "reload", compares=True),
     "write masters": S("opt.write_masters()", "write_masters"),
     "torch clip": S("result = torch.nn.utils.clip_grad_norm_(opt.master_params(), 1.0)", "torch_clip", (1.0,)),
@@ -149,6 +150,7 @@ for word, name in {"a": A, "b": B, "c": C}.items():
     CALLS |= {
         f"edit {word}": S(f"{grad}.mul_(0.5)", "edit_grad", (name, 0.5), {"in_place": True}),
         f"double {word}": S(f"{grad}.mul_(2.0)", "edit_grad", (name, 2.0), {"in_place": True}),
+        f"mend {word}": S(f"{grad}.zero_()", "edit_grad", (name, 0.0), {"in_place": True}),
         f"spoil {word}": S(f"{grad}.mul_(inf)", "edit_grad", (name, INF), {"in_place": True}),
         f"replace {word}": S(f"{grad} = {grad} * 0.5", "edit_grad", (name, 0.5), {"in_place": False}),
         f"replace {word} by a tensor of its version": S(kept, "edit_grad", (name, 0.5), {"in_place": False}),
@@ -247,7 +249,8 @@ ROWS: list[Row] = [
 
     ("each loss with a scaler of its own",
      "{backward; other backward more|other backward; backward more}; {|read}; step; zero; "
-     "{backward inf a; other backward|backward; other backward inf b}; step; zero; other backward; backward; step",
+     "{backward inf a; other backward|backward; other backward inf b|backward; other backward; backward inf a"
+     "|other backward; backward; other backward inf b}; step; zero; other backward; backward; step",
      FOLDS, EVERY),
     ("an edit blames none of them", "{backward inf a; other backward|backward; other backward inf b}; "
      "{torch clip|edit master c}; step; zero; backward; step", FOLDS, EVERY),
@@ -272,7 +275,18 @@ ROWS: list[Row] = [
     ("without a stamp writes count", "{unstamped|scale_loss|backward; scale_loss more}; "
      "{edit|replace|edit data of} {a|b}; edit c; step",
      KEEPS, EVERY),
-    ("and overflows of theirs", "{unstamped|scale_loss}; spoil {a|b}; step", KEEPS, EVERY),
+    ("and overflows of theirs, and what takes one away",
+     "{unstamped|scale_loss}{; spoil| inf a; mend| nan a; mend} a; step", KEEPS, EVERY),
+    ("a second step is torch's at a scale of one",
+     "{backward|plain}; step; step; step; zero; backward; step", KEEPS, [ONE]),
+    ("at another it is refused", "backward; step; {step|clip 1} !left; step !left; zero; backward; step",
+     KEEPS, OTHERS),
+    ("zeros take part in a step",
+     "{|backward; step|backward; {clip 2|read|door}|backward without a}; zero to zeros; step; zero to zeros; "
+     "backward; step", KEEPS, EVERY),
+    ("of gradients that a checkpoint finds nothing is known",
+     "save; backward; {|clip 0.5}; load; {step|clip 1} !plain; step !plain; zero; backward; step", KEEPS, OTHERS),
+    ("incomplete ones stay so", "save; stop; load; step !interrupted; zero; backward; step", KEEPS, EVERY),
     ("a parameter whose gradient is None is left alone", f"{WAY} nan a; {LOOK}; drop a; step", KEEPS, EVERY),
     ("whenever that was", f"{WAY} nan b; {LOOK}; drop b; step; zero; backward; drop a; drop b; step", KEEPS, EVERY),
     ("no gradient is stale", "backward; step; {zero|model zero}; backward without a; step; {zero|model zero}; "
