@@ -286,7 +286,7 @@ ROWS: list[Row] = [
      "backward; step", KEEPS, EVERY),
     ("of gradients that a checkpoint finds nothing is known",
      "save; backward; {|clip 0.5}; load; {step|clip 1} !plain; step !plain; zero; backward; step", KEEPS, OTHERS),
-    ("incomplete ones stay so", "save; stop; load; step !interrupted; zero; backward; step", KEEPS, EVERY),
+    ("incomplete ones stay so", "save; stop; load; step !interrupted; zero; backward; step", KEEPS, OTHERS),
     ("a parameter whose gradient is None is left alone", f"{WAY} nan a; {LOOK}; drop a; step", KEEPS, EVERY),
     ("whenever that was", f"{WAY} nan b; {LOOK}; drop b; step; zero; backward; drop a; drop b; step", KEEPS, EVERY),
     ("no gradient is stale", "backward; step; {zero|model zero}; backward without a; step; {zero|model zero}; "
