@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rooms import through_file
 from torch import Tensor, nn
 
 from fp16opt import MixedPrecisionOptimizer, amp
@@ -265,13 +265,6 @@ def test_closures_without_masters(level: str) -> None:
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def through_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("order", [0, 1])

@@ -286,20 +286,15 @@ def test_a_static_scale_cannot_go_lower(mode: Mode, make: Any, scale: str) -> No
 
 
 @MODES
-@pytest.mark.parametrize("closure", [None, "once"])
-def test_a_class_that_evaluates_again_without_saying_so_is_told_the_argument(mode: Mode, closure: str | None) -> None:
+@pytest.mark.parametrize(("make", "closure"), [(TwoSteps, None), (TwoSteps, "once"), (lbfgs, "once")])
+def test_a_class_that_evaluates_again_without_saying_so_is_told_the_argument(
+    mode: Mode, make: Any, closure: str | None
+) -> None:
     """It would be evaluated at weights that are not the masters' rounded."""
-    world = World(mode, "dynamic", make=TwoSteps, arguments={"closure": closure})
+    world = World(mode, "dynamic", make=make, arguments={"closure": closure})
     with pytest.raises(RuntimeError, match=r'closure="reevaluate"'):
         world.opt.step(Closure(world))
     assert int(world.opt.skipped_steps) == 0
-
-
-@MODES
-def test_lbfgs_may_be_told_to_evaluate_once(mode: Mode) -> None:
-    world = World(mode, make=lbfgs, arguments={"closure": "once"})
-    with pytest.raises(RuntimeError, match=r'closure="reevaluate"'):
-        world.opt.step(Closure(world))
 
 
 @MODES

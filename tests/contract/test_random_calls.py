@@ -23,13 +23,6 @@ from fp16opt import MixedPrecisionOptimizer
 MORE = 1000
 
 
-def check_seeds(mode: str, seeds: Iterable[int]) -> None:
-    for seed in seeds:
-        text = complaint(*make_program(mode, seed))
-        if text is not None:
-            pytest.fail(f"seed {seed}, {text}", pytrace=False)
-
-
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterable[None]:
     """Tensors of a few elements gain nothing from a second one."""
@@ -39,16 +32,14 @@ def one_thread() -> Iterable[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "many more"])
 @pytest.mark.parametrize("mode", MODES)
-def test_programs_do_what_the_contract_says(mode: str) -> None:
+def test_programs_do_what_the_contract_says(mode: str, more: bool) -> None:
     programs = MODES[mode].programs
-    check_seeds(mode, range(programs if products.takes_all else programs // 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_many_more_programs_do_what_the_contract_says(mode: str) -> None:
-    check_seeds(mode, range(MODES[mode].programs, MORE))
+    for seed in range(programs, MORE) if more else range(programs if products.takes_all else programs // 2):
+        text = complaint(*make_program(mode, seed))
+        if text is not None:
+            pytest.fail(f"seed {seed}, {text}", pytrace=False)
 
 
 # -- the walk finds what is broken -------------------------------------------------------------------------------------

@@ -266,6 +266,9 @@ ROWS: list[Row] = [
      ALONE, [ONE]),
     ("at another it refuses one", "plain; {step|clip 1|values} !plain; step !plain; zero; backward; step",
      KEEPS, OTHERS),
+    ("whoever has cleared those of the step before",
+     "backward; step; model zero; plain; step !plain; {zero|model zero}; backward; step; model zero; plain; "
+     "step !plain", KEEPS, OTHERS),
     ("a gradient that was written is refused",
      "backward; {edit a|edit b|replace a|replace b|replace a by a tensor of its version|plain}; "
      "{step|step of a closure|clip 1|values} !written; step !written; zero; backward; step", KEEPS, EVERY),
@@ -355,7 +358,8 @@ ROWS: list[Row] = [
     ("but for the wrapper's backward", "backward; {clip 0.5|values}; model zero; backward; step", KEEPS, EVERY),
 
     # -- groups --
-    ("what comes into a group is stepped on a master", "c leaves; {|backward of a and b; step; zero}; "
+    ("what comes into a group is stepped on a master",
+     "c leaves; {|backward of a and b; step; zero; {|backward of a and b; step; zero}}; "
      "{add c|c by the wrapped one|c in another group|c beside them|c in place of a|all of the model}; backward; step; "
      "zero; backward more; order; step", ALONE, EVERY),
     ("what leaves one is let go", "backward; step; zero; {c leaves|the last leaves|another order}; backward; step; "
@@ -406,6 +410,9 @@ ROWS: list[Row] = [
      ALONE, EVERY),
     ("copies and checkpoints go on", "{backward|backward nan a}; step; zero; {copy|pickle|resume|reload}; backward; "
      "step; zero; backward more; step", ALONE, EVERY),
+    ("a load writes the model at once",
+     "save; backward of a; {|step; zero; backward of a}; step; zero; load; backward; step",
+     [*FULL, "split, one pass"], EVERY),
     ("a copy has no gradients", f"{WAY}; {{|clip 1}}; {{copy|pickle}}; step; backward; step", KEEPS, EVERY),
 
     ("they take part in a step at a scale of one", "backward; {|step}; zero to zeros; read; step", KEEPS, [ONE]),

@@ -61,18 +61,6 @@ def test_the_wrapper_says_that_its_step_takes_scale_and_verdict() -> None:
     assert World(WRAPPED, "one").opt._step_supports_amp_scaling is True
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-@pytest.mark.parametrize("bad", [False, True])
-def test_torchs_calls_step_on_a_skip_too(unscales: bool, bad: bool) -> None:
-    """The wrapper hears of it there, and its hooks run."""
-    world = Driven(WRAPPED, torch.amp.GradScaler)
-    calls: list[int] = []
-    world.opt.register_step_post_hook(lambda *_: calls.append(1))
-    world.drive([INF if bad else 1.0, 1.0, 1.0], unscales)
-    assert calls == [1]
-    assert bool(world.opt.step_was_skipped) == bad
-
-
 @pytest.mark.parametrize("found", [0.0, 1.0, 2.0])
 def test_a_verdict_from_outside_is_obeyed(found: float) -> None:
     """Another rank, or another device, may have overflowed. Without ``grad_scale`` gradients are true already."""

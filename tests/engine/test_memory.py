@@ -174,20 +174,3 @@ def test_who_clears_gradients_elsewhere_has_them_freed_at_once(fused_step: bool 
     gradient = weakref.ref(param.grad)
     param.grad = None
     assert gradient() is None, "nobody came to clear the last ones"
-
-
-def test_gradients_that_were_used_are_known_whoever_clears_them() -> None:
-    """Those of a plain backward in the place of others that a step has used are refused, kept alive or not."""
-    param = torch.nn.Parameter(torch.ones(3).half())
-    opt = MixedPrecisionOptimizer(SGD([param], lr=0.1), loss_scale=8.0)
-    for clears_here in (False, True, True):
-        opt.backward(param.float().sum())
-        opt.step()
-        param.grad = None
-        param.float().sum().backward()
-        with pytest.raises(RuntimeError, match=r"in place of loss\.backward\(\)"):
-            opt.step()
-        if clears_here:
-            opt.zero_grad()
-        else:
-            param.grad = None

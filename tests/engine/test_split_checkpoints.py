@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from rooms import through_file
 from specs import OptimizerCase, params_of
 from torch import nn
 from torch.optim import SGD
 
 from engine import recipes
 from engine.checks import assert_same, assert_same_bits, groups_params, linear_loss, one_step, ones
-from engine.split_cases import ONE_PASS, by_dtype, gradients, half_sgd, masters, through_file, trained, wrap
+from engine.split_cases import ONE_PASS, by_dtype, gradients, half_sgd, masters, trained, wrap
 from fp16opt import DynamicLossScaler
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine.checks import assert_same, assert_same_bits, snapshot, tensor_bytes
-from engine.split_cases import through_file
+from rooms import through_file
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, RMSprop
 

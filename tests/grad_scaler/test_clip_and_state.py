@@ -126,6 +126,20 @@ def _continue(scaler: Any) -> list[float]:
     return scales
 
 
+def test_a_scale_that_is_set_leaves_the_count_of_clean_steps_as_torchs_does() -> None:
+    heard = []
+    for cls in (Ours, Theirs):
+        param, optimizer, scaler = one(scaler=cls("cpu", init_scale=64.0, growth_interval=4))
+        scales = []
+        for number in range(4):
+            iteration(scaler, optimizer, param)
+            if number == 1:
+                scaler.update(16.0)
+            scales.append(scaler.get_scale())
+        heard.append(scales)
+    assert heard == [[64.0, 16.0, 16.0, 32.0]] * 2
+
+
 @pytest.mark.parametrize("way", ["fresh", "started", "pickle", "deepcopy", "unstarted pickle"])
 def test_copies_go_on_as_the_original(way: str) -> None:
     original = _used()
