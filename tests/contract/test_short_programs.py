@@ -237,7 +237,7 @@ ROWS: list[Row] = [
     ("at a scale of one it adds to them", "plain; backward more; step; backward; step; backward; step", KEEPS, [ONE]),
     ("zeros are what it adds to", f"{WAY}; step; zero to zeros; {WAY}; step; zero to zeros; {WAY}; step", KEEPS, EVERY),
     ("FP32 sums are used up by a step and by a skip",
-     f"{WAY}; step; {WAY} more; step; {WAY} inf a; step; {WAY}; step; {WAY}; step", FOLDS, EVERY),
+     f"{WAY}; step; {WAY} more; step; {WAY} inf a; step; {WAY}; step; backward; step", FOLDS, EVERY),
     ("an abandoned batch leaves nothing", f"backward nans; {LOOK}; {{zero|model zero}}; backward without a; step",
      KEEPS, EVERY),
     ("after an exception all is refused until gradients are cleared",
@@ -361,7 +361,7 @@ ROWS: list[Row] = [
     ("what comes into a group is stepped on a master",
      "c leaves; {|backward of a and b; step; zero; {|backward of a and b; step; zero}}; "
      "{add c|c by the wrapped one|c in another group|c beside them|c in place of a|all of the model}; backward; step; "
-     "zero; backward more; order; step", ALONE, EVERY),
+     "zero; backward more; order; step", ALONE, OTHERS),
     ("what leaves one is let go", "backward; step; zero; {c leaves|the last leaves|another order}; backward; step; "
      "zero; backward more; step; order", ALONE, EVERY),
     ("one that is thawed has a master", "frozen c; backward of a and b; step; zero; thaw c; order; backward; step",
@@ -372,7 +372,7 @@ ROWS: list[Row] = [
      KEEPS, EVERY),
     ("between a check and its step groups may not change", "c leaves; backward of a and b; {clip 1e+06|values}; "
      "{add c !groups; step|{c beside them|c in another group|the last leaves|another order|c in place of a}; "
-     "{step|clip 1|door} !groups; step !groups}; zero; backward; step", ALONE, EVERY),
+     "{step|clip 1|door} !groups; step !groups}; zero; backward; step", ALONE, [DYNAMIC]),
     ("nor between the door and its step", "c leaves; backward of a and b; {door|read}; {add c !groups; step|"
      "{c beside them|the last leaves|another order}; step !groups; step !groups}; zero; backward; step", KEEPS, EVERY),
     ("between a backward and its step they may", "c leaves; backward of a and b; {add c|c in another group}; "
@@ -380,7 +380,7 @@ ROWS: list[Row] = [
     ("a rate counts from the next step on", "backward; rate; step; rate; zero; backward; step", ALONE, EVERY),
     ("the wrapped optimizer's own step is refused",
      "{|backward; step}; {|copy|pickle}; {step|zero} behind !behind; zero; backward; {step|zero} behind !behind; step",
-     ALONE, EVERY),
+     ALONE, [STATIC]),
 
     # -- closures --
     ("a closure is evaluated once, its loss returned", "closure; closure more; closure inf b; closure", ALONE, EVERY),
