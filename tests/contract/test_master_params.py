@@ -48,7 +48,7 @@ def test_they_are_fp32_in_the_order_of_the_groups() -> None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@with_masters
+@by(ALL)
 def test_those_that_were_made_stay_readable_after_the_step(mode: Mode) -> None:
     """Until zero_grad."""
     world = World(mode)

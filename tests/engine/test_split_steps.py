@@ -12,12 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 import fp16opt
-from engine.checks import (
-    groups_params,
-    linear_loss,
-    one_step,
-    ones,
-)
+from engine.checks import linear_loss, one_step, ones
 from engine.split_cases import by_dtype, wrap
 from fp16opt import MixedPrecisionOptimizer
 
@@ -134,16 +129,6 @@ def test_a_closure_that_raises_under_a_grad_scaler_comes_through() -> None:
     scaler.scale(linear_loss([p], [1.0])).backward()
     scaler.step(opt)
     assert p.tolist() == [0.5] * 3
-
-
-def test_a_gradient_that_was_read_is_there_after_the_step() -> None:
-    p = ones(2)
-    opt = wrap(SGD([p], lr=0.5), loss_scale=8.0)
-    opt.backward(linear_loss([p], [2.0]))
-    (master,) = groups_params(opt)
-    assert master.grad is not None
-    opt.step()
-    assert master.grad.tolist() == [2.0, 2.0]
 
 
 def test_a_sparse_gradient_is_refused_before_a_write() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine.checks import assert_same_bits, linear_loss, one_step, ones
+from engine.checks import assert_same_bits, linear_loss, ones
 from torch import Tensor, nn
-from torch.optim import SGD, RMSprop
+from torch.optim import SGD
 
 from fp16opt import MixedPrecisionOptimizer
 from fused.test_fused_steps import give_grads, made
@@ -25,20 +25,6 @@ def test_the_norm_has_the_same_bits_once_gradients_were_read() -> None:
     norm = opt.clip_master_grads(1e9)
     _ = [master.grad for master in opt.master_params()]
     assert_same_bits(opt.clip_master_grads(1e9), norm)
-
-
-def test_an_optimizer_that_steps_itself_steps_ordinary_parameters() -> None:
-    """torch chooses its faster loops for these only."""
-    kinds: list[type] = []
-
-    class Looks(RMSprop):
-        def step(self, closure: Any = None) -> Any:
-            kinds.extend(type(p) for group in self.param_groups for p in group["params"] if p.grad is not None)
-            return super().step(closure)
-
-    opt = MixedPrecisionOptimizer(Looks([ones(4), ones(4)], lr=0.1))
-    one_step(opt, list(opt.model_params()), [1.0, 1.0])
-    assert kinds == [nn.Parameter] * 2
 
 
 def test_gradients_do_not_wait_for_a_step_that_has_begun() -> None:
