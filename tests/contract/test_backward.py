@@ -35,7 +35,7 @@ from contract.worlds import (
     times,
     values,
 )
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler
+from fp16opt import MixedPrecisionOptimizer, StaticLossScaler
 
 GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
 # -- what it leaves ----------------------------------------------------------------------------------------------------
@@ -243,15 +243,3 @@ def test_scaler_must_be_one(value: object) -> None:
         world.backward(GRADS, scaler=value)
     world.backward(GRADS)
     world.expect_step(GRADS)
-
-
-def test_one_scaler_may_serve_two_wrappers() -> None:
-    scaler = DynamicLossScaler(8.0, growth_interval=1)
-    p, q = ones(), ones()
-    first, second = (MixedPrecisionOptimizer(SGD([w], lr=0.5), scaler=scaler) for w in (p, q))
-    first.backward(p.float().sum())
-    second.backward(q.float().sum())
-    first.step()
-    assert scaler.scale == 16.0
-    second.step()
-    assert p.tolist() == q.tolist() == [0.5] * 4

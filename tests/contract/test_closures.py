@@ -267,6 +267,7 @@ def test_at_the_floor_everything_is_restored_and_one_skip_is_counted(mode: Mode,
     assert float(world.opt.loss_scale) == 1.0
     assert int(world.opt.skipped_steps) == 1
     assert bool(world.opt.step_was_skipped)
+    assert [found.name for found in world.opt.overflow_report()] == ["first.weight"]
     assert _copies(world) == before
     world.opt.step(Closure(world))
     assert not world.opt.step_was_skipped

@@ -93,12 +93,6 @@ def test_overlapping_parameters_are_refused_in_every_mode(mode: Mode) -> None:
         _wrap(list(_slices(HALF)), mode)
 
 
-@SIXTEEN
-def test_overlapping_parameters_are_refused_without_names_too(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=r"(?s)param 0.*param 1|param 1.*param 0"):
-        _wrap(list(_slices(dtype)), names=())
-
-
 def test_an_overlap_that_add_param_group_would_make_is_refused_and_changes_nothing() -> None:
     a, b = _slices(HALF)
     opt = _wrap([a])

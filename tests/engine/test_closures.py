@@ -76,15 +76,6 @@ def test_lbfgs_through_an_overflow() -> None:
     assert int(opt.skipped_steps) == 0
 
 
-@pytest.mark.parametrize("inner", [SGD, LBFGS])
-def test_skipped_closure_step_reports_names(inner: Callable[..., torch.optim.Optimizer]) -> None:
-    p, q = ones(), ones()
-    opt = MixedPrecisionOptimizer(inner([p, q], lr=0.5), loss_scale=8.0, named_parameters=[("p", p), ("q", q)])
-    closure, _ = _closure(opt, lambda _: linear_loss([p, q], [1.0, float("nan")]))
-    opt.step(closure)
-    assert [(o.name, o.inf, o.nan) for o in opt.overflow_report()] == [("q", False, True)]
-
-
 @pytest.mark.parametrize("optimizer", ["SGD", "LBFGS"])
 @pytest.mark.parametrize("at", [0, 1, 3], ids=["first", "second", "fourth"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=lambda e: e.__name__)
