@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fp16opt import amp
 from fp16opt.amp import _amp_state
@@ -16,7 +14,7 @@ from fp16opt.amp._amp_state import _amp_state as from_module
 from fp16opt.amp._amp_state import master_params, maybe_print, warn_or_err
 from fp16opt.amp.handle import NoOpHandle
 
-from .nets import LEVELS, X, Y, made, net, same, sgd, train
+from .nets import X, Y, made, net, same, sgd, train
 
 
 def test_the_state_object_and_the_module_of_the_same_name() -> None:
@@ -128,65 +126,3 @@ def test_disabled_handle() -> None:
     with handle.disable_casts():
         pass
     handle._deactivate()
-
-
-# -- add_param_group -------------------------------------------------------------------------------------------------
-
-
-def _none(model: Any, optimizer: Any) -> None:
-    for p in model.parameters():
-        p.grad = None
-
-
-ZEROINGS = [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad(set_to_none=False), _none]
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.arange(1, 3, dtype=torch.float32) / 4)
-        self.b = nn.Parameter(torch.arange(1, 3, dtype=torch.float32) / 8)
-
-    def forward(self, x: Any) -> Any:
-        return (x * self.a * self.b).sum()
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("zeroing", range(len(ZEROINGS)))
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_group_added_later_trains_like_plain_sgd(level: str, mixed: bool, zeroing: int, accumulate: int) -> None:
-    """With momentum; grads are there or not when the group comes; ``_loss_scale`` is written."""
-    model, plain = Two(), Two()
-    kwargs: dict[str, Any] = {}
-    if mixed:
-        model.b.data = model.b.data.half()
-        _amp_state.allow_incoming_model_not_fp32 = True
-        kwargs = {"cast_model_type": False} if level != "O1" else {}
-    optimizer: Any = torch.optim.SGD([model.a], lr=0.25, momentum=0.5)
-    reference = torch.optim.SGD([plain.a], lr=0.25, momentum=0.5)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
-    _amp_state.loss_scalers[0]._loss_scale = 4.0 if level in ("O1", "O2") else 1.0
-    x = torch.ones(2)
-    for i in range(6):
-        ZEROINGS[zeroing](model, optimizer)
-        for p in plain.parameters():
-            p.grad = None
-        for _ in range(accumulate):
-            with amp.scale_loss(model(x), optimizer) as scaled:
-                scaled.backward()
-            plain(x).backward()
-        if i == 2:
-            optimizer.add_param_group({"params": [model.b], "lr": 0.125})
-            reference.add_param_group({"params": [plain.b], "lr": 0.125})
-            ZEROINGS[zeroing](model, optimizer)
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
-        reference.step()
-    assert isinstance(optimizer.param_groups[1]["params"][0], torch.Tensor)
-    exact = level == "O0" and not mixed
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(p.float(), q, rtol=0 if exact else 2e-2, atol=0 if exact else 4e-3), (p, q)
-    with pytest.raises(TypeError, match=r"\bsets?\b"):
-        optimizer.add_param_group({"params": {nn.Parameter(torch.ones(1))}})

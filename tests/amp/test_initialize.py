@@ -321,33 +321,6 @@ def test_modules_of_the_users_that_stay_in_fp32() -> None:
     assert model.ln.weight.dtype == HALF
 
 
-def test_tied_and_frozen_weights() -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    model[2].weight.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    assert model[1].weight is model[0].weight
-    masters = list(amp.master_params(optimizer))
-    assert [m.dtype for m in masters] == [torch.float32, HALF, torch.float32]
-    assert len(masters) == len(list(model.parameters()))
-    frozen = model[2].weight.detach().clone()
-    for _ in range(2):
-        with amp.scale_loss(model(torch.ones(2, 4)).sum() * 2**-8, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(model[2].weight, frozen)
-    model[2].weight.requires_grad_(True)  # unfrozen later: it gets a master
-    with amp.scale_loss(model(torch.ones(2, 4)).sum() * 2**-8, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    master = list(amp.master_params(optimizer))[1]
-    assert master.dtype == torch.float32
-    assert torch.equal(master.detach().half(), model[2].weight)
-    assert not torch.equal(model[2].weight, frozen)
-
-
 Pair = namedtuple("Pair", "a b")
 
 
@@ -521,20 +494,6 @@ def test_schedulers_do_not_warn_where_the_first_step_is_skipped(level: str, recw
     scheduler.step()
     assert optimizer.step_was_skipped
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_state_of_a_used_optimizer_is_kept(level: str) -> None:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(X).square().mean().backward()
-        optimizer.step()
-    kept = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for p, old in zip(amp.master_params(optimizer), kept, strict=True):
-        assert torch.equal(optimizer.state[p]["exp_avg_sq"], old)  # and not rounded
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rooms import through_file
 from torch import Tensor, nn
 
 from fp16opt import MixedPrecisionOptimizer, amp
@@ -142,17 +142,6 @@ def test_an_overflow_that_is_never_stepped_does_not_cost_the_next_step(level: st
     assert not optimizer.step_was_skipped
 
 
-def test_the_scale_never_reaches_zero(caplog: pytest.LogCaptureFixture) -> None:
-    model, optimizer = made("O2", min_loss_scale=4.0)
-    for _ in range(20):
-        optimizer.zero_grad()
-        with amp.scale_loss(model(X).sum() * float("inf"), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-    assert _amp_state.loss_scalers[0].loss_scale() == 4.0
-    assert optimizer.skipped_steps == 20
-
-
 def test_growth_and_the_counts_that_scripts_read_and_write() -> None:
     model, optimizer = made("O2", max_loss_scale=32.0)
     scaler = _amp_state.loss_scalers[0]
@@ -276,13 +265,6 @@ def test_closures_without_masters(level: str) -> None:
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def through_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("order", [0, 1])

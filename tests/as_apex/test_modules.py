@@ -98,6 +98,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 fp16opt.install_as_apex()
+from apex import amp
 from apex.fp16_utils import FP16_Optimizer, convert_network
 from apex.parallel import DistributedDataParallel, create_syncbn_process_group
 from apex.parallel.distributed import flat_dist_call
@@ -116,6 +117,8 @@ def work(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     train(rank)
+    for level in ("O1", "O2"):
+        train_by_amp(rank, level)
     gc.collect()  # a reducer that is freed last waits for gloo's thread with the interpreter's lock held
     dist.barrier()  # a rank that leaves early breaks the connections of one that still makes its groups
     dist.destroy_process_group()
@@ -161,6 +164,31 @@ def train(rank):
             raise SystemExit("not refused")
 
 
+def train_by_amp(rank, level):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(rank)
+    x, y, skips = torch.randn(16, 8), torch.randint(0, 3, (16,)), []
+    for i in range(5):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(parallel(x).float(), y)
+        with amp.scale_loss(loss * (float("inf") if (i, rank) == (2, 1) else 1.0), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        skips.append(optimizer.step_was_skipped)
+    assert skips == [False, False, True, False, False], "an inf on one rank skips on both"
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 2}}
+    for param, master in zip(model.parameters(), amp.master_params(optimizer)):
+        assert torch.equal(param, master.to(param.dtype))
+        assert (param.dtype, master.dtype) == (torch.float16 if level == "O2" else torch.float32, torch.float32)
+        gathered = [torch.zeros_like(master) for _ in range(2)]
+        dist.all_gather(gathered, master.detach())
+        assert torch.equal(*gathered), "ranks differ"
+
+
 if __name__ == "__main__":
     mp.start_processes(work, (sys.argv[1],), nprocs=2, start_method="fork")  # torch is imported once
 """
@@ -168,7 +196,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 def test_two_ranks_train_alike(tmp_path: Path) -> None:
-    """Broadcast from rank 0, averaged gradients, equal weights on all ranks, model = half(master)."""
+    """Broadcast from rank 0, averaged gradients, equal weights on all ranks, model = half(master); at O1 and O2 too."""
     (tmp_path / "ranks.py").write_text(TWO_RANKS)
     done = python(tmp_path, "ranks.py", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]

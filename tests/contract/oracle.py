@@ -518,12 +518,11 @@ class Oracle:
         there = self.with_grad()
         if not there:
             return False
-        if any(p.is_used for p in there):
-            raise Unspecified  # a second step by the same gradients
-        if not self.scale.is_one:
-            if self._are_zeros():
-                raise Unspecified
-            raise Refused("plain")
+        is_used = any(p.is_used for p in there)
+        if is_used and self.driven_by:
+            raise Unspecified
+        if not self.scale.is_one and not self._are_zeros():
+            raise Refused("left over" if is_used else "plain")
         self.stage = Scaled(1.0)
         return True
 
@@ -621,7 +620,7 @@ class Oracle:
         is_stamped = p.is_used or isinstance(self.stage, Checked) or self.stage == Scaled(self.scale.value, True)
         if by_data and is_stamped:
             raise Unspecified  # no version tells of it
-        p.set_grad(p.grad * factor, in_place=in_place)
+        p.set_grad(p.grad * factor if factor else torch.zeros_like(p.grad), in_place=in_place)
 
     def give_grad(self, name: str) -> None:
         p = self.params[name]
@@ -688,8 +687,9 @@ class Oracle:
                 raise Unspecified
             self._look()
             return True
-        if isinstance(self.stage, Ready) and self.with_grad() and not self.scale.is_one:
-            raise Unspecified
+        there = self.with_grad() if isinstance(self.stage, Ready) else []
+        if there and (not self.scale.is_one or any(p.is_used for p in there)):
+            raise Unspecified  # those of a step that is over may still be there
         return self._need()
 
     def read_master_grads(self) -> Any:
@@ -1062,8 +1062,12 @@ class Oracle:
         )
 
     def load(self) -> None:
-        """``opt.load_state_dict(saved)``, of a state with the same groups, while there are no gradients."""
-        if self.saved is None or self.lagging or any(p.grad is not None for p in self.params.values()):
+        """``opt.load_state_dict(saved)``, of a state with the same groups. Nothing is known of gradients there."""
+        if (
+            self.saved is None
+            or self.lagging
+            or (self.scale.is_one and any(p.grad is not None for p in self.params.values()))
+        ):
             raise Unspecified
         self._begin()
         self._follow(may_change=True)
@@ -1080,7 +1084,8 @@ class Oracle:
             group.lr = rate
         self.scale.value, self.scale.clean = self.saved.scale
         self.steps, self.skipped_steps = self.saved.counts
-        self._begin_anew()
+        if not isinstance(self.stage, Interrupted) or not self.with_grad():
+            self._begin_anew()
 
     def reload(self) -> None:
         """``opt.load_state_dict(opt.state_dict())``"""

@@ -141,11 +141,6 @@ class Reference:
         self._measure()
         return overflow
 
-    def give_up(self) -> None:
-        """Of a batch that a call of the user's has found not to be finite, ``opt.zero_grad()`` counts a skip."""
-        self.skipped_steps += 1
-        self.scale.update(True)
-
     def model(self) -> list[Tensor]:
         return [rounded(m, d) for m, d in zip(self.masters, self.dtypes, strict=True)]
 

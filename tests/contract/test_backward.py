@@ -10,16 +10,13 @@ import torch
 from engine.checks import assert_same, ones, snapshot
 from specs import BAD_LOSSES
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
 from contract.reference import clipped
 from contract.worlds import (
     ALL,
-    FOLDING,
     FUSED,
     INF,
-    MIXED_FOLDING,
     MIXED_FUSED,
     MIXED_WRAPPED,
     NAN,
@@ -31,7 +28,6 @@ from contract.worlds import (
     every_mode,
     every_mode_that_keeps_gradients,
     every_scale,
-    every_setting,
     every_way,
     instead,
     plus,
@@ -39,7 +35,7 @@ from contract.worlds import (
     times,
     values,
 )
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler
+from fp16opt import MixedPrecisionOptimizer, StaticLossScaler
 
 GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
 # -- what it leaves ----------------------------------------------------------------------------------------------------
@@ -48,17 +44,6 @@ GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
 def test_it_returns_none() -> None:
     world = World(WRAPPED)
     assert world.opt.backward(world.loss(GRADS)) is None
-
-
-@pytest.mark.parametrize("mode", [FOLDING, MIXED_FOLDING], ids=lambda mode: mode.name)
-def test_in_fp32_it_folds_into_sums_and_frees_16_bit_gradients(mode: Mode) -> None:
-    world = World(mode)
-    for k in range(1, 4):
-        world.backward(GRADS)
-        halves = [p.grad for p in world.params if p.dtype is torch.float16]
-        assert all(grad is None or grad.untyped_storage().nbytes() == 0 for grad in halves)
-        world.check_master_grads(times(GRADS, k))
-    world.expect_step(times(GRADS, 3))
 
 
 def test_fp32_sums_keep_what_16_bits_would_lose() -> None:
@@ -190,22 +175,6 @@ def test_after_a_step_that_was_refused_the_sum_is_checked_anew(mode: Mode, value
         world.expect_step(plus(GRADS, more))
 
 
-# -- gradients that are there when the first of a step begins ----------------------------------------------------------
-
-
-@every_setting
-@pytest.mark.parametrize("how", ["backward", "unstamped"])
-def test_zeros_are_fine_at_any_scale(mode: Mode, scale: str, how: str) -> None:
-    world = World(mode, scale)
-    for p in world.params:
-        p.grad = torch.zeros_like(p)
-    world.leave(how, GRADS)
-    world.expect_step(GRADS)
-    world.opt.zero_grad(set_to_none=False)
-    world.leave(how, GRADS)
-    world.expect_step(GRADS)
-
-
 # -- an abandoned batch ------------------------------------------------------------------------------------------------
 
 
@@ -254,39 +223,6 @@ def test_one_may_join_after_a_look_at_the_first_backward(mode: Mode, look: str) 
     world.expect_step(plus(GRADS, MORE, GRADS))
 
 
-@every_mode
-@pytest.mark.parametrize("bad", [None, 0, 1])
-def test_each_scaler_hears_of_its_own_backwards(mode: Mode, bad: int | None) -> None:
-    """Any overflow skips the step; only the scaler whose loss overflowed backs off."""
-    world = World(mode)
-    scalers = [DynamicLossScaler(8.0, growth_interval=1) for _ in range(2)]
-    for k, overflows in ((0, False), (1, bad == 1), (0, bad == 0)):
-        world.backward(instead(GRADS, 0, torch.full((4,), INF)) if overflows else GRADS, scaler=scalers[k])
-    world.opt.step()
-    assert bool(world.opt.step_was_skipped) == (bad is not None)
-    assert [float(scaler.scale) for scaler in scalers] == [4.0 if k == bad else 16.0 for k in range(2)]
-
-
-@by([WRAPPED, FUSED])
-@pytest.mark.parametrize("edit", ["torch's clip", "in place", "mended"])
-@pytest.mark.parametrize("bad", [0, 1])
-def test_an_edit_blames_no_scaler_whose_backwards_were_finite(mode: Mode, edit: str, bad: int) -> None:
-    world = World(mode)
-    scalers = [DynamicLossScaler(8.0) for _ in range(2)]
-    for k, scaler in enumerate(scalers):
-        world.backward(instead(GRADS, 0, torch.full((4,), INF)) if k == bad else GRADS, scaler=scaler)
-    masters = world.masters
-    if edit == "torch's clip":
-        clip_grad_norm_(masters, 1.0)
-    elif edit == "in place":
-        masters[2].grad.mul_(0.5)
-    else:
-        masters[0].grad = torch.ones(4)
-    world.opt.step()
-    assert bool(world.opt.step_was_skipped) == (edit != "mended")
-    assert [float(s.scale) for s in scalers] == [4.0 if k == bad and edit != "mended" else 8.0 for k in range(2)]
-
-
 @every_mode_that_keeps_gradients
 @pytest.mark.parametrize("value", [8.0, NAN])
 @pytest.mark.parametrize("look", ["nothing", "read"])
@@ -305,39 +241,5 @@ def test_scaler_must_be_one(value: object) -> None:
     world = World(WRAPPED)
     with pytest.raises(TypeError, match="scaler"):
         world.backward(GRADS, scaler=value)
-    world.backward(GRADS)
-    world.expect_step(GRADS)
-
-
-def test_one_scaler_may_serve_two_wrappers() -> None:
-    scaler = DynamicLossScaler(8.0, growth_interval=1)
-    p, q = ones(), ones()
-    first, second = (MixedPrecisionOptimizer(SGD([w], lr=0.5), scaler=scaler) for w in (p, q))
-    first.backward(p.float().sum())
-    second.backward(q.float().sum())
-    first.step()
-    assert scaler.scale == 16.0
-    second.step()
-    assert p.tolist() == q.tolist() == [0.5] * 4
-
-
-# -- an exception out of it --------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_that_is_loaded_after_an_exception_leaves_incomplete_gradients_refused() -> None:
-    world = World(WRAPPED)
-    saved = world.opt.state_dict()
-
-    def fail(_: Tensor) -> None:
-        raise KeyError("hook")
-
-    handle = world.params[0].register_post_accumulate_grad_hook(fail)
-    with pytest.raises(KeyError, match="hook"):
-        world.backward(GRADS)
-    handle.remove()
-    world.opt.load_state_dict(saved)
-    with pytest.raises(RuntimeError, match=r"incomplete.*zero_grad\(\)"):
-        world.opt.step()
-    world.opt.zero_grad()
     world.backward(GRADS)
     world.expect_step(GRADS)

@@ -19,7 +19,6 @@ from contract.worlds import (
     FUSED_ADAMW,
     INF,
     MIXED_WRAPPED,
-    NAN,
     SPLIT,
     WRAPPED,
     Mode,
@@ -57,33 +56,6 @@ class Closure:
 
 @every_scale
 @every_mode
-def test_it_is_evaluated_once_and_steps_as_without(mode: Mode, scale: str) -> None:
-    world = World(mode, scale)
-    for _ in range(4):
-        closure = Closure(world)
-        value = world.opt.step(closure)
-        assert len(closure.scales) == 1
-        assert float(value) == closure.losses[0]
-        world.expect_stepped(GRADS)
-
-
-@every_scale
-@every_mode
-@pytest.mark.parametrize("bad", [INF, NAN])
-def test_one_overflow_is_one_skip(mode: Mode, scale: str, bad: float) -> None:
-    """Evaluated once, the scale lowered once, the value returned; the next step is whole."""
-    world = World(mode, scale)
-    closure = Closure(world, lambda n: [bad, 1.0, 1.0])
-    value = world.opt.step(closure)
-    assert len(closure.scales) == 1
-    assert not torch.isfinite(value)
-    world.expect_skipped()
-    world.opt.step(Closure(world))
-    world.expect_stepped(GRADS)
-
-
-@every_scale
-@every_mode
 @pytest.mark.parametrize("value", [None, 2.5, "a word"], ids=repr)
 def test_a_closure_that_makes_no_new_gradients_steps_those_that_are_there(
     mode: Mode, scale: str, value: object
@@ -97,27 +69,6 @@ def test_a_closure_that_makes_no_new_gradients_steps_those_that_are_there(
     world.backward([INF, 1.0, 1.0])
     assert world.opt.step(lambda: value) is value
     world.expect_skipped()
-
-
-@every_mode
-def test_a_closure_without_any_gradients_does_nothing(mode: Mode) -> None:
-    world = World(mode, "dynamic")
-    assert world.opt.step(lambda: 1.5) == 1.5
-    world.check()
-
-
-@every_mode
-def test_a_closure_that_raises_leaves_everything(mode: Mode) -> None:
-    world = World(mode, "dynamic")
-
-    def closure() -> Tensor:
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        world.opt.step(closure)
-    world.check()
-    world.backward(GRADS)
-    world.expect_step(GRADS)
 
 
 @every_mode
@@ -316,6 +267,7 @@ def test_at_the_floor_everything_is_restored_and_one_skip_is_counted(mode: Mode,
     assert float(world.opt.loss_scale) == 1.0
     assert int(world.opt.skipped_steps) == 1
     assert bool(world.opt.step_was_skipped)
+    assert [found.name for found in world.opt.overflow_report()] == ["first.weight"]
     assert _copies(world) == before
     world.opt.step(Closure(world))
     assert not world.opt.step_was_skipped
@@ -335,20 +287,15 @@ def test_a_static_scale_cannot_go_lower(mode: Mode, make: Any, scale: str) -> No
 
 
 @MODES
-@pytest.mark.parametrize("closure", [None, "once"])
-def test_a_class_that_evaluates_again_without_saying_so_is_told_the_argument(mode: Mode, closure: str | None) -> None:
+@pytest.mark.parametrize(("make", "closure"), [(TwoSteps, None), (TwoSteps, "once"), (lbfgs, "once")])
+def test_a_class_that_evaluates_again_without_saying_so_is_told_the_argument(
+    mode: Mode, make: Any, closure: str | None
+) -> None:
     """It would be evaluated at weights that are not the masters' rounded."""
-    world = World(mode, "dynamic", make=TwoSteps, arguments={"closure": closure})
+    world = World(mode, "dynamic", make=make, arguments={"closure": closure})
     with pytest.raises(RuntimeError, match=r'closure="reevaluate"'):
         world.opt.step(Closure(world))
     assert int(world.opt.skipped_steps) == 0
-
-
-@MODES
-def test_lbfgs_may_be_told_to_evaluate_once(mode: Mode) -> None:
-    world = World(mode, make=lbfgs, arguments={"closure": "once"})
-    with pytest.raises(RuntimeError, match=r'closure="reevaluate"'):
-        world.opt.step(Closure(world))
 
 
 @MODES

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 
 REFUSED = "the model's gradients were folded into FP32 sums"
 
@@ -117,43 +117,12 @@ def test_cleared_gradients_give_the_sums_up(clear: str, kind: dict[str, object])
     assert all(map(torch.equal, *weights))
 
 
-@pytest.mark.parametrize("clear", CLEARS)
-def test_a_step_after_cleared_gradients_has_nothing_to_do(clear: str) -> None:
-    model, opt = summed()
-    before = [p.detach().clone() for p in model.parameters()]
-    CLEARS[clear](model)
-    opt.step()
-    assert all(map(torch.equal, before, model.parameters()))
-    assert all(master.grad is None for master in opt.master_params())
-
-
 def test_a_plain_backward_after_cleared_gradients_raises() -> None:
     model, opt = summed()
     model.zero_grad()
     loss_of(model).backward()
     with pytest.raises(RuntimeError, match=r"neither read nor written.*To give the step up, call opt\.zero_grad"):
         opt.step()
-
-
-def test_masters_show_no_gradient_once_the_model_s_was_cleared() -> None:
-    for together in (True, False):
-        model, opt = summed()
-        params = list(model.parameters())
-        for p in params if together else params[:1]:
-            p.grad = None
-        assert [master.grad is None for master in opt.master_params()] == [together or p is params[0] for p in params]
-
-
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
-def test_unscale_divides_sums_once_where_a_parameter_has_none(kind: type) -> None:
-    used, unused = [nn.Parameter(torch.zeros(2).half()) for _ in range(2)]
-    opt = MixedPrecisionOptimizer(SGD([unused, used], lr=1.0), grad_accumulation="fp32")
-    scaler = kind("cpu", init_scale=8.0)
-    scaler.scale(used.float().sum()).backward()
-    scaler.unscale_(opt)
-    assert float(opt.clip_master_grads(100.0)) == pytest.approx(2.0**0.5)
-    scaler.step(opt)
-    assert (used.tolist(), unused.tolist()) == ([-1.0] * 2, [0.0] * 2)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch gained grad_dtype later")

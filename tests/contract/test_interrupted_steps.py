@@ -207,34 +207,21 @@ def _known(kind: Kind, bad: bool, caplog: pytest.LogCaptureFixture) -> tuple[int
     return lines.count, {"before": before, "after": after, "third": third}
 
 
-def _check_lines(kind: Kind, bad: bool, stride: int, again: int, caplog: pytest.LogCaptureFixture) -> None:
-    count, known = _known(kind, bad, caplog)
-    assert count > 100
-    said = [_check_line(kind, Lines(at, again), bad, caplog, known) for at in range(1, count + 1, stride)]
-    assert sum(said) < len(said) / 2
-
-
 BAD = pytest.mark.parametrize("bad", [False, True], ids=["a step", "a skip"])
 AGAIN = pytest.mark.parametrize("again", [0, 7, 61], ids=["one exception", "two", "two, far apart"])
 
 
 @BAD
 @AGAIN
+@pytest.mark.parametrize("stride", [STRIDE, pytest.param(1, marks=pytest.mark.slow)], ids=["some lines", "all lines"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_at_some_lines_leaves_all_or_nothing_or_says_so(
-    kind: str, again: int, bad: bool, caplog: pytest.LogCaptureFixture
+def test_an_exception_at_a_line_leaves_all_or_nothing_or_says_so(
+    kind: str, stride: int, again: int, bad: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _check_lines(KINDS[kind], bad, STRIDE, again, caplog)
-
-
-@pytest.mark.slow
-@BAD
-@AGAIN
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_at_any_line_leaves_all_or_nothing_or_says_so(
-    kind: str, again: int, bad: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    _check_lines(KINDS[kind], bad, 1, again, caplog)
+    count, known = _known(KINDS[kind], bad, caplog)
+    assert count > 100
+    said = [_check_line(KINDS[kind], Lines(at, again), bad, caplog, known) for at in range(1, count + 1, stride)]
+    assert sum(said) < len(said) / 2
 
 
 @BAD

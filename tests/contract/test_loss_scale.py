@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from contract.worlds import WRAPPED, World, values
 
 GRADS = values(0.5, 1.0, -0.5)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "8", None, True], ids=repr)
-def test_what_is_no_scale_is_refused_and_the_old_one_stays(value: object) -> None:
-    world = World(WRAPPED)
-    with pytest.raises((TypeError, ValueError), match="scale"):
-        world.opt.loss_scale = value
-    assert world.opt.loss_scale == 64.0
 
 
 def test_one_that_is_written_to_one_takes_plain_backwards() -> None:

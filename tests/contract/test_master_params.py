@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
 from contract.worlds import (
@@ -25,8 +22,6 @@ from contract.worlds import (
     by,
     every_mode_that_keeps_gradients,
     every_scale_but_one,
-    every_setting,
-    every_way,
     instead,
     times,
     values,
@@ -53,16 +48,7 @@ def test_they_are_fp32_in_the_order_of_the_groups() -> None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@every_setting
-@every_way
-def test_reading_shows_true_fp32_gradients(mode: Mode, scale: str, how: str) -> None:
-    world = World(mode, scale)
-    world.leave(how, GRADS)
-    world.check_master_grads(GRADS)
-    world.expect_step(GRADS)
-
-
-@with_masters
+@by(ALL)
 def test_those_that_were_made_stay_readable_after_the_step(mode: Mode) -> None:
     """Until zero_grad."""
     world = World(mode)
@@ -101,23 +87,6 @@ def test_after_a_plain_backward_and_a_step_those_of_an_earlier_step_are_gone(mod
         world.check_master_grads(MORE)
     else:
         assert [m.grad for m in world.masters] == [None] * 3
-
-
-@pytest.mark.parametrize("arguments", [{"fused_step": False}, {}, {"grad_accumulation": "fp32"}], ids=str)
-@pytest.mark.parametrize("how", ["unstamped", "scale_loss"])
-def test_torchs_clip_lists_an_fp32_gradient_before_it_reads_a_16_bit_one(arguments: dict[str, Any], how: str) -> None:
-    """All are made true by the first that it reads."""
-    params = [nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
-    opt = MixedPrecisionOptimizer(SGD(params, lr=1.0), loss_scale=64.0, **arguments)
-    for k in range(2):
-        loss = params[0].sum() * 3 + params[1].float().sum() * 4
-        if k and how == "scale_loss":
-            opt.scale_loss(loss).backward()
-        else:
-            opt.backward(loss, update_master_grads=not k)
-    assert float(clip_grad_norm_(opt.master_params(), 1.0)) == 10.0
-    opt.step()
-    assert [p.item() for p in params] == pytest.approx([0.4, 0.2], abs=1e-3)
 
 
 def test_reading_inside_of_a_hook_does_nothing() -> None:
@@ -181,27 +150,6 @@ def test_a_tensor_that_does_not_fit_is_torchs_error(mode: Mode) -> None:
     world.expect_step(GRADS)
 
 
-# -- they are ordinary otherwise ---------------------------------------------------------------------------------------
-
-
-def test_nothing_holds_a_cycle() -> None:
-    weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
-    opt = MixedPrecisionOptimizer(SGD([weight], lr=0.5), loss_scale=8.0)
-    opt.backward(weight.float().sum())
-    (master,) = opt.master_params()
-    assert master.grad is not None
-    opt.step()
-    watched = weakref.ref(opt)
-    gc.collect()
-    gc.disable()
-    try:
-        del opt
-        assert watched() is None
-    finally:
-        gc.enable()
-    assert master.grad is None or master.grad.tolist() == [1.0] * 3
-
-
 # -- those of FP32 and FP64 parameters, which lie on the weights' memory -----------------------------------------------
 
 STEPS: dict[str, dict[str, Any]] = {
@@ -211,7 +159,6 @@ STEPS: dict[str, dict[str, Any]] = {
     "split": {"master_weights": "split"},
     "none": {"master_weights": "none"},
 }
-EVERY_STEP = pytest.mark.parametrize("arguments", STEPS.values(), ids=STEPS)
 WIDE = [
     pytest.param(dtype, arguments, id=f"{name}-{dtype}")
     for dtype in (torch.float32, torch.float64)
@@ -285,21 +232,6 @@ def test_a_master_follows_where_the_weights_memory_was_replaced(
     with torch.no_grad():
         weight.add_(1.0)
     assert master._version == weight._version
-
-
-@EVERY_STEP
-def test_an_fp32_model_trains_as_the_plain_optimizer_does(arguments: dict[str, Any]) -> None:
-    """Masters on the weights' memory change no bit."""
-    ours, plain = (nn.Parameter(torch.linspace(-1.0, 1.0, 7)) for _ in range(2))
-    opt = MixedPrecisionOptimizer(SGD([ours], lr=0.25, momentum=0.5), loss_scale=64.0, **arguments)
-    other = SGD([plain], lr=0.25, momentum=0.5)
-    for _ in range(3):
-        for p, one in ((ours, opt), (plain, other)):
-            one.zero_grad()
-            loss = (p * torch.linspace(0.5, 2.0, 7)).sum()
-            one.backward(loss) if isinstance(one, MixedPrecisionOptimizer) else loss.backward()
-            one.step()
-    assert torch.equal(ours.detach(), plain.detach())
 
 
 @by([WRAPPED, FUSED, MIXED_FUSED])

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from contract.oracle import Terms
-from contract.programs import MODES, Setting, Statement, Writer
+from contract.programs import MODES, RATE_OF_ADDED, REGROUPINGS, Setting, Statement, Writer, tried
 from contract.walk import Difference, Walk
 
 INF, NAN = float("inf"), float("nan")
@@ -63,6 +63,7 @@ CALLS: dict[str, Statement] = {
     "repr": S("repr(opt)", "read_order"),
     "set scale": S("opt.loss_scale = 512.0", "set_scale", (512.0,)),
     "save": S("saved = copy.deepcopy(opt.state_dict())", "save", compares=True),
+    "load": S("opt.load_state_dict(copy.deepcopy(saved))", "load", compares=True),
     "reload": S("saved = opt.state_dict()\nopt.load_state_dict(copy.deepcopy(saved))", "reload", compares=True),
     "write masters": S("opt.write_masters()", "write_masters"),
     "torch clip": S("result = torch.nn.utils.clip_grad_norm_(opt.master_params(), 1.0)", "torch_clip", (1.0,)),
@@ -84,15 +85,56 @@ CALLS: dict[str, Statement] = {
     "unscale": S("scaler.unscale_(opt)", "scaler.unscale", ends=True),
     "scaler step": S("scaler.step(opt)", "scaler.step", compares=True, ends=True),
     "update": S("scaler.update()", "scaler.update"),
+    "copy": S("model, opt = copy.deepcopy((model, opt))", "copy", compares=True),
+    "pickle": S("model, opt = pickle.loads(pickle.dumps((model, opt)))", "copy", compares=True),
+    "resume": S("model, opt = resumed(optimizer_first=True)", "resume", compares=True),
+    "refresh": S("opt.refresh_masters()", "refresh_masters"),
+    "rate": S('for group in opt.param_groups: group["lr"] *= 0.5', "change_rate", (0.5,)),
+    "step behind": S("opt.optimizer.step()", "use_behind"),
+    "zero behind": S("opt.optimizer.zero_grad()", "use_behind"),
+    "frozen c": S("", "set_trains", (C, False)),
+    "c by the wrapped one": S(
+        f'opt.optimizer.add_param_group({{"params": [model.p3], "lr": {RATE_OF_ADDED}}})',
+        "add_param_group",
+        (C, RATE_OF_ADDED),
+    ),
+    "add c": S(
+        f'opt.add_param_group({{"params": [model.p3], "lr": {RATE_OF_ADDED}}})', "add_param_group", (C, RATE_OF_ADDED)
+    ),
 }
+for word, how in {
+    "c leaves": "without one",
+    "c in another group": "another group",
+    "c beside them": "one more",
+    "c in place of a": "in place of the first",
+    "the last leaves": "one less",
+    "another order": "reversed",
+    "all of the model": "all of the model",
+}.items():
+    name = C if "{name}" in REGROUPINGS[how] else ""
+    CALLS[word] = S(REGROUPINGS[how].format(name=name), "regroup", (how, name))
+for word, owner in {"our": "opt", "its": "inner"}.items():
+    for when in ("pre", "post"):
+        hooks = f"handle = {'opt' if word == 'our' else 'opt.optimizer'}.register_step_{when}_hook(stop)"
+        for prefix, call in {"": "opt.step()", "scaler ": "scaler.step(opt)"}.items():
+            text = tried(call, "Planned", hooks, "handle.remove()")
+            does = "scaler.stopped_step" if prefix else "stopped_step"
+            CALLS[f"{prefix}step stopped by {word} {when} hook"] = S(text, does, (owner, when))
+    text = tried("opt.step()", "", hooks.replace("stop", "halve"), "handle.remove()")
+    CALLS[f"step halved by {word} post hook"] = S(text, "hooked_step", (owner,), compares=True)
 for word, of in LOSSES.items():
     value = Writer.loss(of)
     CALLS[f"backward{word}"] = S(f"opt.backward({value})", "backward", (of,))
     CALLS[f"unstamped{word}"] = S(
         f"opt.backward({value}, update_master_grads=False)", "backward", (of,), {"stamp": False}
     )
+    CALLS[f"other backward{word}"] = S(f"opt.backward({value}, scaler=other)", "backward", (of,), {"by": "other"})
     CALLS[f"scale_loss{word}"] = S(f"opt.scale_loss({value}).backward()", "scale_loss", (of,))
     CALLS[f"plain{word}"] = S(f"{value}.backward()", "plain_backward", (of,))
+    closure = (
+        f"def closure():\n    opt.zero_grad()\n    opt.backward({value})\n    return 1.5\nresult = opt.step(closure)"
+    )
+    CALLS[f"closure{word}"] = S(closure, "step_with_closure", (of,), compares=True)
     CALLS[f"scaler backward{word}"] = S(f"scaler.scale({value}).backward()", "scaler.backward", (of,))
 for limit in (0.125, 0.5, 1.0, 2.0, 1e6):
     CALLS[f"clip {limit:g}"] = S(f"result = opt.clip_master_grads({limit})", "clip", (limit,))
@@ -108,6 +150,7 @@ for word, name in {"a": A, "b": B, "c": C}.items():
     CALLS |= {
         f"edit {word}": S(f"{grad}.mul_(0.5)", "edit_grad", (name, 0.5), {"in_place": True}),
         f"double {word}": S(f"{grad}.mul_(2.0)", "edit_grad", (name, 2.0), {"in_place": True}),
+        f"mend {word}": S(f"{grad}.zero_()", "edit_grad", (name, 0.0), {"in_place": True}),
         f"spoil {word}": S(f"{grad}.mul_(inf)", "edit_grad", (name, INF), {"in_place": True}),
         f"replace {word}": S(f"{grad} = {grad} * 0.5", "edit_grad", (name, 0.5), {"in_place": False}),
         f"replace {word} by a tensor of its version": S(kept, "edit_grad", (name, 0.5), {"in_place": False}),
@@ -124,9 +167,15 @@ for word, name in {"a": A, "b": B, "c": C}.items():
         ),
         f"forget master {word}": S(f'master("{name}").grad = None', "edit_master_grad", (name, None)),
         f"write master {word}": S(f'with torch.no_grad(): master("{name}").mul_(0.75)', "edit_master", (name, 0.75)),
+        f"write {word}": S(f"with torch.no_grad(): model.{name}.mul_(0.5)", "write_weight", (name, 0.5)),
+        f"write data of {word}": S(f"model.{name}.data.mul_(0.5)", "write_weight", (name, 0.5)),
+        f"freeze {word}": S(f"model.{name}.requires_grad_(False)", "set_trains", (name, False)),
+        f"thaw {word}": S(f"model.{name}.requires_grad_(True)", "set_trains", (name, True)),
     }
 
 SAYS = {
+    "groups": r"param_groups were changed between a check .*Put them back as they were; or .*opt\.zero_grad\(\)",
+    "behind": r"opt\.(step|zero_grad)\(.*MixedPrecisionOptimizer",
     "written": r"\bp\d\b.*update_master_grads\(\)",
     "plain": r"opt\.backward\(loss\)",
     "left": r"zero_grad\(\)",
@@ -182,10 +231,13 @@ ROWS: list[Row] = [
     ("which scale_loss leaves to the step", "plain; scale_loss more; step !left; zero; backward; step", KEEPS, OTHERS),
     ("nor those of the last step", "{backward|backward inf a}; step; backward more !left; zero; backward; step",
      KEEPS, OTHERS),
+    ("those that scale_loss has added to are refused wherever they are needed",
+     "backward; step; scale_loss more; {backward|step|clip 1|door|scale_loss} !left; step !left; zero; backward; step",
+     KEEPS, OTHERS),
     ("at a scale of one it adds to them", "plain; backward more; step; backward; step; backward; step", KEEPS, [ONE]),
     ("zeros are what it adds to", f"{WAY}; step; zero to zeros; {WAY}; step; zero to zeros; {WAY}; step", KEEPS, EVERY),
     ("FP32 sums are used up by a step and by a skip",
-     f"{WAY}; step; {WAY} more; step; {WAY} inf a; step; {WAY}; step; {WAY}; step", FOLDS, EVERY),
+     f"{WAY}; step; {WAY} more; step; {WAY} inf a; step; {WAY}; step; backward; step", FOLDS, EVERY),
     ("an abandoned batch leaves nothing", f"backward nans; {LOOK}; {{zero|model zero}}; backward without a; step",
      KEEPS, EVERY),
     ("after an exception all is refused until gradients are cleared",
@@ -194,6 +246,14 @@ ROWS: list[Row] = [
     ("also with FP32 sums", "{|backward}; stop; {backward|clip 1|values|step} !interrupted; zero; backward; step",
      FOLDS, EVERY),
     ("which needs no gradient to be there", "stop before; step; zero; backward; step", KEEPS, EVERY),
+
+    ("each loss with a scaler of its own",
+     "{backward; other backward more|other backward; backward more}; {|read}; step; zero; "
+     "{backward inf a; other backward|backward; other backward inf b|backward; other backward; backward inf a"
+     "|other backward; backward; other backward inf b}; step; zero; other backward; backward; step",
+     FOLDS, EVERY),
+    ("an edit blames none of them", "{backward inf a; other backward|backward; other backward inf b}; "
+     "{torch clip|edit master c}; step; zero; backward; step", FOLDS, EVERY),
 
     # -- step --
     ("without gradients it does nothing", "step; step; door; step; backward; step; zero; step", ALONE, EVERY),
@@ -206,6 +266,9 @@ ROWS: list[Row] = [
      ALONE, [ONE]),
     ("at another it refuses one", "plain; {step|clip 1|values} !plain; step !plain; zero; backward; step",
      KEEPS, OTHERS),
+    ("whoever has cleared those of the step before",
+     "backward; step; model zero; plain; step !plain; {zero|model zero}; backward; step; model zero; plain; "
+     "step !plain", KEEPS, OTHERS),
     ("a gradient that was written is refused",
      "backward; {edit a|edit b|replace a|replace b|replace a by a tensor of its version|plain}; "
      "{step|step of a closure|clip 1|values} !written; step !written; zero; backward; step", KEEPS, EVERY),
@@ -215,7 +278,18 @@ ROWS: list[Row] = [
     ("without a stamp writes count", "{unstamped|scale_loss|backward; scale_loss more}; "
      "{edit|replace|edit data of} {a|b}; edit c; step",
      KEEPS, EVERY),
-    ("and overflows of theirs", "{unstamped|scale_loss}; spoil {a|b}; step", KEEPS, EVERY),
+    ("and overflows of theirs, and what takes one away",
+     "{unstamped|scale_loss}{; spoil| inf a; mend| nan a; mend} a; step", KEEPS, EVERY),
+    ("a second step is torch's at a scale of one",
+     "{backward|plain}; step; step; step; zero; backward; step", KEEPS, [ONE]),
+    ("at another it is refused", "backward; step; {step|clip 1} !left; step !left; zero; backward; step",
+     KEEPS, OTHERS),
+    ("zeros take part in a step",
+     "{|backward; step|backward; {clip 2|read|door}|backward without a}; zero to zeros; step; zero to zeros; "
+     "backward; step", KEEPS, EVERY),
+    ("of gradients that a checkpoint finds nothing is known",
+     "save; backward; {|clip 0.5}; load; {step|clip 1} !plain; step !plain; zero; backward; step", KEEPS, OTHERS),
+    ("incomplete ones stay so", "save; stop; load; step !interrupted; zero; backward; step", KEEPS, OTHERS),
     ("a parameter whose gradient is None is left alone", f"{WAY} nan a; {LOOK}; drop a; step", KEEPS, EVERY),
     ("whenever that was", f"{WAY} nan b; {LOOK}; drop b; step; zero; backward; drop a; drop b; step", KEEPS, EVERY),
     ("no gradient is stale", "backward; step; {zero|model zero}; backward without a; step; {zero|model zero}; "
@@ -257,6 +331,10 @@ ROWS: list[Row] = [
     ("torch's clip of masters clips", "{backward|scale_loss}; {|clip 2}; torch clip; step", FULL, EVERY),
     ("a master that the user writes wins", "write master a; write masters; backward; step", FULL, EVERY),
 
+    ("a sum that is given up shows none", "backward; {drop a|drop a; drop c|model zero}; read; step; backward; step",
+     FOLDS, EVERY),
+    ("and is no part of the next step", "backward; model zero; {|backward; backward more}; clip 1; step", FOLDS, EVERY),
+
     # -- the door --
     ("it takes what was written", f"{WAY}; {WRITE} a; {WRITE} b; edit c; door; read; step", KEEPS, EVERY),
     ("it is the way on after a refusal",
@@ -279,6 +357,67 @@ ROWS: list[Row] = [
      "backward; {clip 0.5|values}; model zero; plain; {step|clip 1} !given up; zero; plain; step", KEEPS, [ONE]),
     ("but for the wrapper's backward", "backward; {clip 0.5|values}; model zero; backward; step", KEEPS, EVERY),
 
+    # -- groups --
+    ("what comes into a group is stepped on a master",
+     "c leaves; {|backward of a and b; step; zero; {|backward of a and b; step; zero}}; "
+     "{add c|c by the wrapped one|c in another group|c beside them|c in place of a|all of the model}; backward; step; "
+     "zero; backward more; order; step", ALONE, OTHERS),
+    ("what leaves one is let go", "backward; step; zero; {c leaves|the last leaves|another order}; backward; step; "
+     "zero; backward more; step; order", ALONE, EVERY),
+    ("one that is thawed has a master", "frozen c; backward of a and b; step; zero; thaw c; order; backward; step",
+     ALONE, EVERY),
+    ("a frozen one that has a gradient is stepped as in torch", "frozen c; give a; give c; "
+     "{|clip 1e+06|values|door|read}; step; order", KEEPS, [ONE]),
+    ("one that is frozen after its backward is stepped", "backward; {|door}; freeze c; step; zero; backward; step",
+     KEEPS, EVERY),
+    ("between a check and its step groups may not change", "c leaves; backward of a and b; {clip 1e+06|values}; "
+     "{add c !groups; step|{c beside them|c in another group|the last leaves|another order|c in place of a}; "
+     "{step|clip 1|door} !groups; step !groups}; zero; backward; step", ALONE, [DYNAMIC]),
+    ("nor between the door and its step", "c leaves; backward of a and b; {door|read}; {add c !groups; step|"
+     "{c beside them|the last leaves|another order}; step !groups; step !groups}; zero; backward; step", KEEPS, EVERY),
+    ("between a backward and its step they may", "c leaves; backward of a and b; {add c|c in another group}; "
+     "{|backward more|backward nan c}; step; zero; backward; step", KEEPS, EVERY),
+    ("a rate counts from the next step on", "backward; rate; step; rate; zero; backward; step", ALONE, EVERY),
+    ("the wrapped optimizer's own step is refused",
+     "{|backward; step}; {|copy|pickle}; {step|zero} behind !behind; zero; backward; {step|zero} behind !behind; step",
+     ALONE, [STATIC]),
+
+    # -- closures --
+    ("a closure is evaluated once, its loss returned", "closure; closure more; closure inf b; closure", ALONE, EVERY),
+    ("one that makes no gradients steps those there", "step of a closure; backward; step of a closure; zero; "
+     "backward nan a; step of a closure", KEEPS, EVERY),
+
+    # -- weights and masters that others write --
+    ("a written master wins over weights written beside it",
+     "backward; step; zero; {write master a; write c|write c; write master a|write master a; write data of c}; "
+     "{|save|zero}; backward; step", FULL, EVERY),
+    ("copies keep it", "write master a; {|write c}; {copy|pickle}; {|write data of c}; backward; step", FULL, EVERY),
+    ("it reaches the model with the next call",
+     "write master a; {zero|save|write masters|door|values|step}; backward; step", FULL, EVERY),
+    ("a written weight is taken at the step", "{|backward; step; zero}; {write|write data of} {a|b}; "
+     "{|refresh}; backward; step; zero; backward; step", ALONE, EVERY),
+    ("write_masters undoes it", "backward; step; zero; {write|write data of} a; write masters; backward; step",
+     [*FULL, "none"], EVERY),
+
+    # -- steps that are stopped, copies, checkpoints --
+    ("a hook before the step stops it, and it may be tried again",
+     "backward; {|clip 1}; step stopped by {our|its} pre hook; step; zero; backward; step", ALONE, EVERY),
+    ("with a master that was written before", "backward; write master a; step stopped by its pre hook; step",
+     FULL, EVERY),
+    ("what a hook after it writes to masters is in the model",
+     "backward; step halved by {our|its} post hook; zero; backward; step; save", [*FULL, "none"], EVERY),
+    ("one after it stops nothing", "backward; step stopped by {our|its} post hook; zero; backward; step",
+     ALONE, EVERY),
+    ("copies and checkpoints go on", "{backward|backward nan a}; step; zero; {copy|pickle|resume|reload}; backward; "
+     "step; zero; backward more; step", ALONE, EVERY),
+    ("a load writes the model at once",
+     "save; backward of a; {|step; zero; backward of a}; step; zero; load; backward; step",
+     [*FULL, "split, one pass"], EVERY),
+    ("a copy has no gradients", f"{WAY}; {{|clip 1}}; {{copy|pickle}}; step; backward; step", KEEPS, EVERY),
+
+    ("they take part in a step at a scale of one", "backward; {|step}; zero to zeros; read; step", KEEPS, [ONE]),
+    ("zeros are clipped to zeros", "backward zeros; clip 1; step", ALONE, EVERY),
+
     # -- the loss scale --
     ("it may not be written between backward and step", f"{WAY}; {LOOK}; set scale !scale; step", KEEPS, EVERY),
     ("nor over FP32 sums", f"backward; {LOOK}; set scale !scale; step", FOLDS, EVERY),
@@ -297,9 +436,20 @@ ROWS: list[Row] = [
      DRIVEN, [ONE]),
     ("after unscale_ masters show true gradients", "scaler backward; unscale; read; save; order; scaler step; update",
      DRIVEN_FULL, [ONE]),
-    ("and may be clipped or edited", "scaler backward; unscale; "
-     "{torch clip|edit master a|spoil master a|values|clip 1}; scaler step; update; zero; scaler backward; scaler step",
-     DRIVEN_FULL, [ONE]),
+    ("and may be clipped or edited",
+     "scaler backward; unscale; {torch clip|edit master a|spoil master a|values|clip 1}; scaler step; update; zero; "
+     "scaler backward; scaler step", DRIVEN_FULL, [ONE]),
+    ("after unscale_ groups may not change",
+     "c leaves; scaler backward of a and b; unscale; add c !groups; scaler step; update; zero; scaler backward; "
+     "unscale; the last leaves; scaler step !groups", DRIVEN_KEEPS, [ONE]),
+    ("one that is thawed has a master at once",
+     "frozen c; scaler backward of a and b; {|unscale}; scaler step; update; zero; thaw c; scaler backward; "
+     "{|unscale}; scaler step; update", DRIVEN, [ONE]),
+    ("a hook that raises leaves nothing of the GradScaler's behind", "scaler backward; {|unscale}; "
+     "scaler step stopped by {our|its} pre hook; zero; update; scaler backward more; scaler step; update",
+     DRIVEN_KEEPS, [ONE]),
+    ("a sum that a parameter lacks is divided once",
+     "scaler backward {without b|of a}; {|unscale; clip 1e+06|unscale; read}; scaler step; update", DRIVEN, [ONE]),
     ("a gradient that is dropped is left alone", "scaler backward; drop a; {|unscale}; scaler step; update",
      DRIVEN_KEEPS, [ONE]),
     ("also after unscale_", "scaler backward; unscale; drop a; scaler step; update", DRIVEN_KEEPS, [ONE]),
@@ -323,11 +473,11 @@ def programs(row: str) -> Iterator[str]:
         yield from programs(row[: found.start()] + choice + row[found.end() :])
 
 
-def setting(mode: str, scale: tuple[float, bool]) -> Setting:
+def setting(mode: str, scale: tuple[float, bool], frozen: list[str]) -> Setting:
     """The first optimizer of the mode; torch's GradScaler takes no FP16 gradients where there are no masters."""
     half = "b" if "h" not in MODES[mode].dtypes else "h"
     dtypes = {A: half, B: "f", C: half}
-    return Setting(mode, MODES[mode].optimizers[0], dtypes, [[A, B, C]], scale=scale, driver_scale=64.0)
+    return Setting(mode, MODES[mode].optimizers[0], dtypes, [[A, B, C]], frozen, scale=scale, driver_scale=64.0)
 
 
 def follow(made: Setting, program: str) -> None:
@@ -364,7 +514,7 @@ def test_rules(mode: str) -> None:
         for rule, *row in ROWS:
             for scale, program in cells(mode, *row):
                 try:
-                    follow(setting(mode, scale), program)
+                    follow(setting(mode, scale, [C] if "frozen c" in program else []), program)
                 except (AssertionError, Difference) as found:
                     pytest.fail(f"{rule}, at scale {scale}, {program}: {found}", pytrace=False)
     finally:

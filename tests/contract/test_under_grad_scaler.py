@@ -20,15 +20,12 @@ from contract.worlds import (
     INF,
     KEEPS,
     MIXED_WRAPPED,
-    NAN,
     WRAPPED,
     Mode,
     World,
     by,
     every_mode,
     every_mode_that_keeps_gradients,
-    instead,
-    times,
     values,
 )
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
@@ -36,11 +33,6 @@ from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 SCALERS = pytest.mark.parametrize("cls", [torch.amp.GradScaler, fp16opt.GradScaler], ids=["torch", "fp16opt"])
 UNSCALES = pytest.mark.parametrize("unscales", [False, True], ids=["step alone", "unscale_"])
 GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
-CLEARS: dict[str, Callable[[World], object]] = {
-    "model.zero_grad": lambda world: world.model_zero_grad(),
-    "opt.zero_grad": lambda world: world.opt.zero_grad(),
-    "zeros": lambda world: world.opt.zero_grad(set_to_none=False),
-}
 
 
 class Driven(World):
@@ -69,39 +61,6 @@ def test_the_wrapper_says_that_its_step_takes_scale_and_verdict() -> None:
     assert World(WRAPPED, "one").opt._step_supports_amp_scaling is True
 
 
-@SCALERS
-@every_mode
-@UNSCALES
-@pytest.mark.parametrize("clear", CLEARS)
-def test_steps_and_skips(cls: Any, mode: Mode, unscales: bool, clear: str) -> None:
-    """The skip is the wrapper's too: it is counted, and the step after it is whole."""
-    if mode.folds and clear == "zeros":
-        pytest.skip("what is zeroed there was used up")
-    world = Driven(mode, cls)
-    for k in range(5):
-        if k in (1, 3):
-            world.drive(instead(GRADS, k % 3, torch.full_like(GRADS[k % 3], (INF, NAN)[k // 2])), unscales)
-            world.expect_skipped()
-            assert [found.name for found in world.opt.overflow_report()] == [world.names[k % 3]]
-        else:
-            world.drive(times(GRADS, k + 1), unscales)
-            world.expect_stepped(times(GRADS, k + 1))
-        CLEARS[clear](world)
-    assert world.grad_scaler.get_scale() == 16.0
-
-
-@pytest.mark.parametrize("unscales", [False, True])
-@pytest.mark.parametrize("bad", [False, True])
-def test_torchs_calls_step_on_a_skip_too(unscales: bool, bad: bool) -> None:
-    """The wrapper hears of it there, and its hooks run."""
-    world = Driven(WRAPPED, torch.amp.GradScaler)
-    calls: list[int] = []
-    world.opt.register_step_post_hook(lambda *_: calls.append(1))
-    world.drive([INF if bad else 1.0, 1.0, 1.0], unscales)
-    assert calls == [1]
-    assert bool(world.opt.step_was_skipped) == bad
-
-
 @pytest.mark.parametrize("found", [0.0, 1.0, 2.0])
 def test_a_verdict_from_outside_is_obeyed(found: float) -> None:
     """Another rank, or another device, may have overflowed. Without ``grad_scale`` gradients are true already."""
@@ -114,15 +73,6 @@ def test_a_verdict_from_outside_is_obeyed(found: float) -> None:
         world.expect_skipped()
     else:
         world.expect_stepped(GRADS)
-
-
-def test_a_scale_from_outside_divides() -> None:
-    world = World(WRAPPED, "one")
-    world.loss(times(GRADS, 64.0)).backward()
-    world.opt.grad_scale, world.opt.found_inf = torch.tensor(64.0), torch.tensor(0.0)
-    world.opt.step()
-    del world.opt.grad_scale, world.opt.found_inf
-    world.expect_stepped(GRADS)
 
 
 @SCALERS
@@ -217,27 +167,6 @@ def test_a_copy_is_driven_too(cls: Any) -> None:
 
 @SCALERS
 @UNSCALES
-def test_a_parameter_that_was_unfrozen_is_stepped_on_a_master(cls: Any, unscales: bool) -> None:
-    """In its first iteration too: the groups that ``unscale_`` reads are up to date."""
-    first, frozen = (nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2))
-    frozen.requires_grad_(False)
-    opt = MixedPrecisionOptimizer(SGD([first, frozen], lr=0.5))
-    scaler = cls("cpu", init_scale=64.0)
-    for k in range(2):
-        opt.zero_grad()
-        scaler.scale(first.float().sum() + (frozen.float().sum() if k else 0.0)).backward()
-        if unscales:
-            scaler.unscale_(opt)
-        scaler.step(opt)
-        scaler.update()
-        frozen.requires_grad_(True)
-    assert first.tolist() == [0.0] * 4
-    assert frozen.tolist() == [0.5] * 4
-    assert [m.dtype for m in opt.master_params()] == [torch.float32] * 2
-
-
-@SCALERS
-@UNSCALES
 @pytest.mark.parametrize("fused_step", ["auto", False])
 def test_sparse_gradients_are_unscaled_once(cls: Any, unscales: bool, fused_step: Any) -> None:
     table, weight = nn.Parameter(torch.ones(5, 2, dtype=torch.float16)), nn.Parameter(torch.ones(2).half())
@@ -258,22 +187,6 @@ def test_ours_clips_the_wrappers_masters() -> None:
     world.drive(GRADS, False, lambda: norms.append(world.grad_scaler.clip_grad_norm_(world.opt, 1.0)))
     norm = world.expect_norm(norms[0], GRADS)
     world.expect_stepped(clipped(GRADS, norm, 1.0))
-
-
-def test_ours_passes_closures_on() -> None:
-    world = Driven(WRAPPED, fp16opt.GradScaler)
-    calls: list[int] = []
-
-    def closure() -> float:
-        calls.append(1)
-        world.opt.zero_grad()
-        world.plain_backward(GRADS)
-        return 2.5
-
-    world.grad_scaler.step(world.opt, closure)
-    world.grad_scaler.update()
-    assert calls == [1]
-    world.expect_stepped(GRADS)
 
 
 # -- between unscale_ and the step -------------------------------------------------------------------------------------
@@ -299,25 +212,6 @@ def test_after_unscale_the_door_is_closed(cls: Any, mode: Mode) -> None:
     world.grad_scaler.update()
     world.opt.update_master_grads()
     assert [m.grad for m in world.masters] == [None] * 3
-
-
-@SCALERS
-@every_mode
-def test_after_unscale_groups_may_not_change(cls: Any, mode: Mode) -> None:
-    world = Driven(mode, cls)
-
-    def change() -> None:
-        late = nn.Parameter(torch.ones(2, dtype=torch.float16))
-        with pytest.raises(RuntimeError, match="param_groups were changed between a check"):
-            world.opt.add_param_group({"params": [late]})
-        assert len(world.opt.param_groups) == 1
-        held = world.opt.param_groups[0]["params"].pop()
-        with pytest.raises(RuntimeError, match="param_groups were changed between a check"):
-            world.opt.step()
-        world.opt.param_groups[0]["params"].append(held)
-
-    world.drive(GRADS, True, change)
-    world.expect_stepped(GRADS)
 
 
 @SCALERS

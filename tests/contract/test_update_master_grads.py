@@ -8,45 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from contract.worlds import (
-    HALF,
-    INF,
-    KEEPS,
-    WRAPPED,
-    Mode,
-    World,
-    by,
-    every_setting,
-    sgd,
-    values,
-)
+from contract.worlds import HALF, INF, KEEPS, WRAPPED, Mode, by, sgd, values
 from fp16opt import DynamicLossScaler, LossScaler, MixedPrecisionOptimizer
 
 GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
-
-
-@every_setting
-def test_gradients_that_came_otherwise_are_taken_at_the_present_scale(mode: Mode, scale: str) -> None:
-    """Scaled by hand, with autograd.grad and scale_loss, say."""
-    world = World(mode, scale)
-    for p, g in zip(world.params, GRADS, strict=True):
-        p.grad = (g * world.scale).to(p.dtype)
-    world.opt.update_master_grads()
-    world.check_master_grads(GRADS)
-    world.expect_step(GRADS)
-
-
-def test_the_memory_of_master_gradients_is_used_again() -> None:
-    world = World(WRAPPED)
-    places = set()
-    for _ in range(4):
-        world.opt.zero_grad()
-        assert world.masters[0].grad is None
-        world.backward(GRADS)
-        world.opt.update_master_grads()
-        places.add(world.masters[0].grad.data_ptr())
-        world.opt.step()
-    assert len(places) == 1, "a new master gradient was allocated"
 
 
 # -- two optimizers on one loss ----------------------------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +11,6 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from fp16opt import MixedPrecisionOptimizer
-
-MODES = pytest.mark.parametrize(
-    "arguments",
-    [{}, {"fused_step": False}, {"grad_accumulation": "fp32"}, {"master_weights": "split"}],
-    ids=["fused", "wrapped", "fp32", "split"],
-)
 
 
 def made(**arguments: Any) -> tuple[nn.Parameter, AdamW, MixedPrecisionOptimizer]:
@@ -32,37 +23,6 @@ def train(opt: MixedPrecisionOptimizer, weight: nn.Parameter) -> None:
     opt.zero_grad()
     opt.backward(weight.float().sum())
     opt.step()
-
-
-CALLS: dict[str, Callable[[Any], object]] = {
-    "step": lambda inner: inner.step(),
-    "step(closure)": lambda inner: inner.step(lambda: 1.0),
-    "zero_grad": lambda inner: inner.zero_grad(),
-    "zero_grad(False)": lambda inner: inner.zero_grad(set_to_none=False),
-}
-
-
-@MODES
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("after", ["wrapping", "backward", "a step"])
-def test_its_step_and_zero_grad_raise_and_name_the_object_to_call(
-    arguments: dict[str, Any], call: str, after: str
-) -> None:
-    """A training function that kept the old name ``optimizer`` would train nothing, or never clear."""
-    weight, inner, opt = made(**arguments)
-    if after == "a step":
-        train(opt, weight)
-    if after == "backward":
-        opt.backward(weight.float().sum())
-    before = weight.detach().clone()
-    with pytest.raises(RuntimeError, match="MixedPrecisionOptimizer"):
-        CALLS[call](inner)
-    assert torch.equal(weight.detach(), before)
-    if after == "backward":
-        opt.step()
-    else:
-        train(opt, weight)
-    assert not torch.equal(weight.detach(), before)
 
 
 @pytest.mark.parametrize("how", ["the same", "the wrapper"])
@@ -99,19 +59,6 @@ def test_another_optimizer_of_the_same_class_is_free() -> None:
     plain.zero_grad()
     assert other.tolist() == pytest.approx([0.495] * 2, abs=0.01)
     train(opt, weight)
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))], ids=["copy", "pickle"])
-def test_it_is_so_in_a_copy_too(way: Any) -> None:
-    weight, _, opt = made()
-    train(opt, weight)
-    copied = way(opt)
-    (mine,) = copied.model_params()
-    with pytest.raises(RuntimeError, match="MixedPrecisionOptimizer"):
-        copied.optimizer.step()
-    train(copied, mine)
-    train(opt, weight)
-    assert torch.equal(mine.detach(), weight.detach())
 
 
 class TwoPhases(SGD):

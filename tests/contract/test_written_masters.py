@@ -6,7 +6,6 @@ import copy
 import gc
 import importlib
 import logging
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +14,7 @@ import pytest
 import torch
 from engine.checks import assert_model_is_rounded_masters
 from torch import Tensor
-from torch.optim import LBFGS, SGD
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import LBFGS
 
 from contract.worlds import ALL, HALF, INF, Mode, World, by, every_mode, every_scale, sgd, values
 from fp16opt import MixedPrecisionOptimizer
@@ -113,45 +111,6 @@ def test_a_written_master_wins_over_its_own_weight_that_was_written_too(mode: Mo
     assert_model_is_rounded_masters(world.opt)
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
-}
-
-
-@WRITABLE
-@TOUCHES
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("noticed", ["before", "after", "never"])
-def test_a_written_master_wins_over_a_copy_of_both(mode: Mode, touched: str, how: str, noticed: str) -> None:
-    """The weight beside it is written before the copy, after it, or not at all."""
-    world = _world(mode)
-    _write_master(world.opt, 0, 2.0)
-    if noticed == "before":
-        _copy_(world.params[1], 3.0)
-    params, opt = COPIES[how]((world.params, world.opt))
-    if noticed == "after":
-        _copy_(params[1], 3.0)
-    _touch(params[0], touched)
-    _zero_step(opt, params)
-    masters = list(opt.master_params())
-    assert masters[0].detach().tolist() == pytest.approx([2.0] * 4, rel=2e-2)
-    if noticed != "never":
-        assert masters[1].detach().tolist() == pytest.approx([3.0] * 4, rel=2e-2)
-    assert_model_is_rounded_masters(opt)
-
-
-@WRITABLE
-@pytest.mark.parametrize("how", COPIES)
-def test_the_original_goes_on_after_a_copy(mode: Mode, how: str) -> None:
-    world = _world(mode)
-    _write_master(world.opt, 0, 2.0)
-    COPIES[how]((world.params, world.opt))
-    _zero_step(world.opt, world.params)
-    assert world.masters[0].detach().tolist() == pytest.approx([2.0] * 4, rel=2e-2)
-    assert_model_is_rounded_masters(world.opt)
-
-
 # -- freed without the garbage collector ---------------------------------------------------------------------------
 
 
@@ -163,10 +122,6 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def _nothing(world: World) -> None:
-    pass
-
-
 def _backward(world: World) -> None:
     world.backward(values(0.5, 1.0, -0.5))
 
@@ -174,15 +129,6 @@ def _backward(world: World) -> None:
 def _read(world: World) -> None:
     _backward(world)
     assert world.masters[0].grad is not None
-
-
-def _waiting(world: World) -> None:
-    world.backward(values(0.5, 1.0, -0.5), update_master_grads=False)
-
-
-def _clip(world: World) -> None:
-    _backward(world)
-    world.opt.clip_master_grads(0.5)
 
 
 def _skip(world: World) -> None:
@@ -210,7 +156,7 @@ def _refused(world: World) -> None:
         world.opt.clip_master_grads(-1.0)
 
 
-LAST = [_nothing, _backward, _read, _waiting, _clip, _skip, _closure, _saved, _refused]
+LAST = [_backward, _read, _skip, _closure, _saved, _refused]
 
 
 @every_mode
@@ -271,48 +217,6 @@ def test_a_world_without_the_optimizer_is_freed_so_the_test_can_fail(scale: str,
 
 # -- written by hooks and by other code around a step ------------------------------------------------------------------
 
-HOOKS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
-    "the wrapper's": lambda opt: opt.register_step_post_hook,
-    "the wrapped optimizer's": lambda opt: opt.optimizer.register_step_post_hook,
-    "everybody's": lambda opt: register_optimizer_step_post_hook,
-}
-STEPS = pytest.mark.parametrize(
-    "arguments",
-    [{}, {"fused_step": False}, {"grad_accumulation": "fp32"}, {"loss_scale": 64.0}],
-    ids=["one pass", "wrapped", "sums", "scaled"],
-)
-
-
-@STEPS
-@pytest.mark.parametrize("whose", HOOKS)
-@pytest.mark.parametrize("steps", [1, 3])
-def test_what_a_post_hook_writes_to_masters_reaches_the_model_within_the_step(
-    arguments: dict[str, Any], whose: str, steps: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Weights that are kept at most 1 in size, say."""
-    weights = [torch.nn.Parameter(torch.full((4,), -1.0, dtype=dtype)) for dtype in (HALF, torch.float32)]
-    opt = MixedPrecisionOptimizer(SGD(weights, lr=1.0), **arguments)
-    caplog.clear()
-
-    def bound(*_: Any) -> None:
-        with torch.no_grad():
-            for master in opt.master_params():
-                master.clamp_(-1.0, 1.0)
-
-    handle = HOOKS[whose](opt)(bound)
-    try:
-        for _ in range(steps):
-            opt.zero_grad()
-            opt.backward(sum(weight.float().sum() for weight in weights) * -4.0)
-            opt.step()
-            assert [weight.tolist() for weight in weights] == [[1.0] * 4] * 2
-            assert [master.tolist() for master in opt.master_params()] == [[1.0] * 4] * 2
-    finally:
-        handle.remove()
-    assert opt.stats()["model_writes_taken"] == 0
-    assert not [record for record in caplog.records if "written" in record.getMessage()]
-
-
 CALLS: dict[str, Callable[[World], object]] = {
     "zero_grad": lambda world: world.opt.zero_grad(),
     "state_dict": lambda world: world.opt.state_dict(),
@@ -322,18 +226,6 @@ CALLS: dict[str, Callable[[World], object]] = {
     "clip_master_values": lambda world: world.opt.clip_master_values(1.0),
     "step": lambda world: world.opt.step(),
 }
-
-
-@WRITABLE
-@pytest.mark.parametrize("call", CALLS)
-def test_a_written_master_reaches_the_model_with_the_next_call(mode: Mode, call: str) -> None:
-    """As of an optimizer around the wrapper that moves masters after its step (Lookahead, local SGD)."""
-    world = _world(mode)
-    world.opt.zero_grad()
-    _write_master(world.opt, 0, 2.0)
-    CALLS[call](world)
-    assert world.params[0].tolist() == [2.0] * 4
-    assert_model_is_rounded_masters(world.opt)
 
 
 @WRITABLE

@@ -7,81 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from contract.worlds import (
-    KEEPS,
-    NAN,
-    Mode,
-    World,
-    by,
-    every_mode,
-    every_mode_that_keeps_gradients,
-    every_setting_that_keeps_gradients,
-    every_way,
-    instead,
-    times,
-    values,
-)
+from contract.worlds import KEEPS, Mode, World, by, every_mode, instead, values
 from fp16opt import MixedPrecisionOptimizer
 
 GRADS = values(0.5, 1.0, -0.5)
 DECAY = {"weight_decay": 0.125}
-LOOKS = pytest.mark.parametrize("look", ["nothing", "update", "clip", "read"])
-
-
-def look_at(world: World, look: str) -> None:
-    if look == "update":
-        world.opt.update_master_grads()
-    if look == "clip":
-        world.opt.clip_master_grads(2.0)
-    if look == "read":
-        assert world.masters[world.half()].grad is not None
 
 
 def zeros() -> list[Tensor]:
     return [torch.zeros_like(g) for g in GRADS]
-
-
-@every_mode
-@every_way
-@LOOKS
-def test_none_clears_both_sides_and_the_next_step_is_whole(mode: Mode, how: str, look: str) -> None:
-    """Flags of the nan that was there are forgotten too; a call that has checked it makes a skip of it."""
-    world = World(mode, "dynamic", **DECAY)
-    world.leave(how, [NAN, NAN, NAN])
-    look_at(world, look)
-    world.opt.zero_grad()
-    if look != "nothing":
-        world.reference.give_up()
-    assert all(t.grad is None for t in (*world.params, *world.masters))
-    world.opt.step()
-    world.check()
-    world.leave(how, GRADS)
-    world.expect_step(GRADS)
-
-
-@every_setting_that_keeps_gradients
-@LOOKS
-def test_zeros_clear_both_sides_and_take_part_in_a_step(mode: Mode, scale: str, look: str) -> None:
-    """Weight decay is applied though nothing came after, as in torch."""
-    world = World(mode, scale, **DECAY)
-    world.backward(GRADS)
-    look_at(world, look)
-    world.opt.zero_grad(set_to_none=False)
-    assert all(p.grad is not None and not p.grad.any() for p in world.params)
-    assert all(m.grad is None or not m.grad.any() for m in world.masters)
-    world.expect_step(zeros())
-
-
-@every_mode_that_keeps_gradients
-@pytest.mark.parametrize("stepped", [False, True])
-def test_at_a_scale_of_one_masters_show_the_zeros(mode: Mode, stepped: bool) -> None:
-    world = World(mode, "one", **DECAY)
-    world.backward(GRADS)
-    if stepped:
-        world.expect_step(GRADS)
-    world.opt.zero_grad(set_to_none=False)
-    world.check_master_grads(zeros())
-    world.expect_step(zeros())
 
 
 @by([mode for mode in KEEPS if mode.has_masters])
@@ -94,29 +28,6 @@ def test_at_a_scale_of_one_a_gradient_may_be_set_beside_the_zeros(mode: Mode) ->
     i = world.half()
     world.masters[i].grad = GRADS[i].clone()
     world.expect_step(instead(zeros(), i, GRADS[i]))
-
-
-@every_mode_that_keeps_gradients
-def test_a_parameter_that_had_none_gets_none(mode: Mode) -> None:
-    world = World(mode, **DECAY)
-    world.backward(instead(GRADS, 0, None))
-    world.opt.zero_grad(set_to_none=False)
-    assert world.params[0].grad is None
-    world.expect_step(instead(zeros(), 0, None))
-
-
-@every_mode_that_keeps_gradients
-@LOOKS
-@pytest.mark.parametrize("then", ["backward", "step"])
-def test_the_models_zero_grad_may_leave_zeros(mode: Mode, look: str, then: str) -> None:
-    world = World(mode, "dynamic", **DECAY)
-    world.backward(GRADS)
-    look_at(world, look)
-    for p in world.params:
-        p.grad.zero_()
-    if then == "backward":
-        world.backward(GRADS)
-    world.expect_step(GRADS if then == "backward" else times(GRADS, 0.0))
 
 
 @every_mode

@@ -16,9 +16,6 @@ from contract.oracle import UNKNOWN, WORDS, Param, Planned, Refused, Unspecified
 from contract.programs import HELPERS, MODES, Setting, Statement, Stumbling
 from contract.reference import rounded
 
-OUT_OF_ORDER = "unscale_|No inf checks|already been called"
-"""What torch's GradScaler says where it is called out of its own order, as after a call that was left out."""
-
 
 class Difference(AssertionError):
     """The library does something else than the oracle says. ``kind`` is the same for failures of one kind."""
@@ -191,6 +188,8 @@ class Walk:
         params, found = list(opt.model_params()), list(opt.master_params())
         if len(params) != len(found):
             raise Difference(f"{statement.does}: {len(params)} parameters have {len(found)} masters")
+        if len(opt.state) > len(params):
+            raise Difference(f"{statement.does}: there is state of what is in no group")
         masters = dict(zip(map(id, params), found, strict=True))
         for p in self.oracle.stepped():
             weight = self.room["model"][p.name]

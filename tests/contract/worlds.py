@@ -75,18 +75,10 @@ def by(modes: Sequence[Mode]) -> Any:
     return pytest.mark.parametrize("mode", modes, ids=lambda mode: mode.name)
 
 
-def settings_of(modes: Sequence[Mode]) -> Any:
-    """Each mode at a scale of 1, and at one of the others."""
-    pairs = [(mode, scale) for k, mode in enumerate(modes) for scale in ("one", SCALES[1 + k % 2])]
-    return pytest.mark.parametrize(("mode", "scale"), pairs, ids=[f"{mode.name}-{scale}" for mode, scale in pairs])
-
-
 every_mode = by(ALL)
 every_mode_that_keeps_gradients = by(KEEPS)
 every_way = pytest.mark.parametrize("how", WAYS)
 every_scale = pytest.mark.parametrize("scale", SCALES)
-every_setting = settings_of(ALL)
-every_setting_that_keeps_gradients = settings_of(KEEPS)
 every_scale_but_one = pytest.mark.parametrize("scale", SCALES[1:])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -67,13 +66,6 @@ def step_both(opts: list[Any], models: list[Any], k: int, kind: str = "dense", c
         if clip is not None:
             opt.clip_master_grads(clip)
         opt.step()
-
-
-def through_file(value: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def half_sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:

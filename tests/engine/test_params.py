@@ -11,14 +11,12 @@ from torch.optim import SGD, AdamW
 
 from engine import recipes
 from engine.checks import (
-    array,
     assert_model_is_rounded_masters,
     assert_same,
     assert_same_bits,
     by_step,
     normal,
     one_step,
-    ones,
     parameters,
 )
 from fp16opt import MixedPrecisionOptimizer
@@ -153,50 +151,3 @@ def test_gradients_whose_strides_differ_from_the_params(make_grad: str, dtype: t
     (m,) = opt.master_params()
     assert_same_bits(m, start - g.float() / 4 * 0.5)
     assert_same_bits(p, m.to(dtype))
-
-
-def test_sparse_gradients_clip_skip_and_repeat() -> None:
-    table, p = nn.Parameter(torch.ones(5, 1, dtype=torch.float16)), ones(1)
-    opt = MixedPrecisionOptimizer(SGD([table, p], lr=1.0), loss_scale=8.0)
-
-    def loss(value: float) -> torch.Tensor:
-        return (nn.functional.embedding(torch.tensor([0, 2]), table, sparse=True).float() * value).sum()
-
-    opt.zero_grad()
-    opt.backward(loss(1.0) + p.float().sum() * 0)
-    first = float(opt.clip_master_grads(0.5))
-    opt.update_master_grads()
-    (m, _) = opt.master_params()
-    assert first == float(torch.tensor(2.0).double().sqrt().float())
-    assert_same_bits(m.grad.to_dense(), torch.tensor([[1.0], [0.0], [1.0], [0.0], [0.0]]))
-    opt.zero_grad()
-    opt.backward(loss(float("inf")) + p.float().sum())
-    opt.step()
-    assert bool(opt.step_was_skipped)
-    assert_same_bits(table, torch.ones(5, 1, dtype=torch.float16))
-    assert_same_bits(p, array([1.0]))
-
-
-def test_loading_follows_the_checkpoints_masters() -> None:
-    """Not today's requires_grad: what was trained when it was saved, and is frozen here, gets its master."""
-
-    def made(*trained: bool) -> tuple[list[nn.Parameter], MixedPrecisionOptimizer]:
-        values = [torch.full((3,), 1.0 + k, dtype=torch.float16) for k in range(len(trained))]
-        params = [nn.Parameter(value, requires_grad=t) for value, t in zip(values, trained, strict=True)]
-        return params, MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.1, momentum=0.9))
-
-    params, opt = made(True, True)
-    opt.backward(sum((p.float() * 0.3).sum() for p in params))  # type: ignore[arg-type]
-    opt.step()
-    saved = opt.state_dict()
-    others, loaded = made(True, False)
-    damaged = {**saved, "masters": [saved["masters"][0], torch.zeros(4)]}
-    with pytest.raises(ValueError, match="shape"):
-        loaded.load_state_dict(damaged)
-    assert list(loaded.master_params())[1] is others[1], "as it was"
-    loaded.load_state_dict(saved)
-    for a, b in zip(opt.master_params(), loaded.master_params(), strict=True):
-        assert b.dtype == torch.float32
-        assert torch.equal(a, b)
-    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
-    assert_same(loaded.state_dict(), saved)

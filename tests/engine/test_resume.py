@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine import recipes
 from engine.checks import (
     Problem,
-    array,
     assert_model_is_rounded_masters,
     assert_same,
     assert_same_bits,
@@ -25,10 +23,9 @@ from engine.checks import (
     one_step,
     ones,
     parameters,
-    snapshot,
     train,
 )
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer
 from fp16opt.kernels import backend
 
 STATIC: dict[str, Any] = {"loss_scale": 64.0}
@@ -74,54 +71,6 @@ def _fresh(**settings: Any) -> tuple[list[torch.nn.Parameter], MixedPrecisionOpt
     return params, recipes.engine(AdamW(params, lr=0.5), **(settings or STATIC))
 
 
-def test_state_dict_keys_and_plain_contents() -> None:
-    _, opt = _trained()
-    sd = opt.state_dict()
-    assert set(sd) == {"version", "optimizer", "masters", "scaler", "steps", "skipped_steps"}
-    assert sd["version"] == 2
-    assert [None if m is None else m.dtype for m in sd["masters"]] == [torch.float32] * 3
-    assert set(sd["optimizer"]) == {"state", "param_groups"}
-
-    def plain(obj: Any) -> bool:
-        if isinstance(obj, dict):
-            return type(obj) is dict and all(plain(v) for v in obj.values())
-        if isinstance(obj, (list, tuple)):
-            return all(plain(v) for v in obj)
-        return obj is None or isinstance(obj, (torch.Tensor, int, float, str, bool))
-
-    assert plain(dict(sd))
-
-
-def test_masters_of_own_master_params_are_none_in_the_state_dict() -> None:
-    params = parameters([(2,), (3,), (4,)], (torch.float16, torch.float32, torch.float64))
-    opt = MixedPrecisionOptimizer(SGD(params, lr=0.1))
-    sd = opt.state_dict()
-    assert sd["masters"][1] is None
-    assert sd["masters"][2] is None
-    assert_same_bits(sd["masters"][0], params[0].detach().float())
-
-
-def test_state_dict_is_a_snapshot_or_at_least_survives_a_round_trip_through_torch_save() -> None:
-    _, opt = _trained(**DYNAMIC)
-    buffer = io.BytesIO()
-    torch.save(opt.state_dict(), buffer)
-    buffer.seek(0)
-    assert_same(torch.load(buffer, weights_only=True), opt.state_dict())
-
-
-def test_load_writes_the_masters_to_the_model() -> None:
-    params, opt = _trained()
-    fresh, resumed = _fresh()
-    own = [i for i, p in enumerate(params) if p.dtype == torch.float32]
-    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    for i, (got, want) in enumerate(zip(fresh, params, strict=True)):
-        if i not in own:
-            assert_same_bits(got, want)
-    assert_model_is_rounded_masters(resumed)
-    assert resumed.param_groups[0]["lr"] == 0.05
-    assert resumed.param_groups[0]["weight_decay"] == 0.1
-
-
 def test_load_copies_so_that_training_never_edits_the_checkpoint() -> None:
     _, opt = _trained(**DYNAMIC)
     sd = copy.deepcopy(opt.state_dict())
@@ -137,24 +86,6 @@ def test_load_copies_so_that_training_never_edits_the_checkpoint() -> None:
     assert_same(second.state_dict(), sd)
 
 
-def test_state_stays_fp32_through_a_load_into_bfloat16_and_fp16_models() -> None:
-    _, opt = _trained()
-    _, resumed = _fresh()
-    resumed.load_state_dict(opt.state_dict())
-    for m in resumed.master_params():
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            assert resumed.state[m][key].dtype == torch.float32
-    assert_same(snapshot(resumed)["/state/0/exp_avg"], snapshot(opt)["/state/0/exp_avg"])
-
-
-def test_load_keeps_the_state_on_the_masters_not_on_the_model() -> None:
-    _, opt = _trained()
-    _, resumed = _fresh()
-    resumed.load_state_dict(opt.state_dict())
-    assert {id(k) for k in resumed.state} <= {id(m) for m in resumed.master_params()}
-    assert [id(p) for g in resumed.param_groups for p in g["params"]] == [id(m) for m in resumed.master_params()]
-
-
 def test_load_discards_gradients_and_flags_of_before() -> None:
     _, opt = _trained()
     fresh, resumed = _fresh()
@@ -164,48 +95,6 @@ def test_load_discards_gradients_and_flags_of_before() -> None:
     one_step(resumed, fresh, [0.5] * 3)
     assert not bool(resumed.step_was_skipped)
     assert_model_is_rounded_masters(resumed)
-
-
-def test_gradients_that_wait_for_a_step_are_not_stepped_after_a_load() -> None:
-    """Of those that are still there nothing is known, as of any that another program has left."""
-    _, opt = _trained()
-    fresh, resumed = _fresh()
-    resumed.backward(linear_loss(fresh, [0.5] * 3))
-    resumed.clip_master_grads(1.0)
-    resumed.load_state_dict(opt.state_dict())
-    before = snapshot(resumed, fresh)
-    with pytest.raises(
-        RuntimeError, match=r"gradients were found that opt\.backward\(loss\) of this optimizer did not make"
-    ):
-        resumed.step()
-    assert_same(snapshot(resumed, fresh), before)
-
-
-def test_every_scaler_field_survives_the_round_trip() -> None:
-    """Each field away from its default, trackers too."""
-    p = ones()
-    scaler = DynamicLossScaler(
-        2.0**9,
-        growth_factor=4.0,
-        backoff_factor=0.25,
-        growth_interval=7,
-        hysteresis=3,
-        min_scale=2.0**-3,
-        max_scale=2.0**20,
-        max_consecutive_skips=50,
-    )
-    opt = MixedPrecisionOptimizer(SGD([p], lr=0.0), scaler=scaler)
-    for bad in (True, True, True, False, False, True):
-        one_step(opt, [p], [float("inf") if bad else 1.0])
-    q = ones()
-    other = MixedPrecisionOptimizer(SGD([q], lr=0.0), scaler=DynamicLossScaler(64.0))
-    other.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert_same(other.state_dict(), opt.state_dict())
-    assert repr(other.scaler) == repr(opt.scaler)
-    for bad in (True, True, False, False, True, True, True) + (False,) * 9:
-        one_step(opt, [p], [float("inf") if bad else 1.0])
-        one_step(other, [q], [float("inf") if bad else 1.0])
-        assert float(opt.loss_scale) == float(other.loss_scale)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
@@ -258,31 +147,6 @@ def test_wrapped_optimizers_own_load_state_dict_is_followed() -> None:
     assert_model_is_rounded_masters(opt)
 
 
-def test_state_dict_between_backward_and_step_does_not_disturb_the_step() -> None:
-    p = ones()
-    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
-    opt.backward(linear_loss([p], [1.0]))
-    opt.state_dict()
-    opt.step()
-    assert_same_bits(p, array([0.5] * 4))
-
-
-def test_several_groups_with_their_own_options_resume() -> None:
-    def make() -> tuple[list[torch.nn.Parameter], MixedPrecisionOptimizer]:
-        params = parameters([(3,), (4,), (5,)])
-        groups = [{"params": params[:1], "lr": 0.5}, {"params": params[1:], "momentum": 0.5}]
-        return params, MixedPrecisionOptimizer(SGD(groups, lr=0.25), loss_scale=8.0)
-
-    params, opt = make()
-    one_step(opt, params, [0.5] * 3)
-    opt.param_groups[1]["lr"] = 0.0625
-    fresh, resumed = make()
-    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    one_step(opt, params, [0.5] * 3)
-    one_step(resumed, fresh, [0.5] * 3)
-    assert_same(snapshot(resumed, fresh, scaler=True), snapshot(opt, params, scaler=True))
-
-
 def test_state_dict_and_load_hooks_fire() -> None:
     p = ones()
     opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
@@ -305,16 +169,7 @@ def test_state_dict_and_load_hooks_fire() -> None:
         ({"weight_decay": 0}, {"weight_decay": 0.5}),
         ({"betas": [0.5, 0.75]}, {"betas": (0.9, 0.99)}),
     ],
-    ids=[
-        "none_into_foreach",
-        "forloop_into_none",
-        "none_into_fused",
-        "fused_into_none",
-        "int_lr_into_float",
-        "float_lr_into_tensor",
-        "int_decay_into_float",
-        "list_into_tuple",
-    ],
+    ids=str,
 )
 def test_options_given_in_another_way_load_as_torch_loads_them(saved: dict[str, Any], now: dict[str, Any]) -> None:
     p, q = ones(), ones()

@@ -9,21 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from rooms import through_file
 from specs import OptimizerCase, params_of
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from engine import recipes
-from engine.checks import (
-    assert_same,
-    assert_same_bits,
-    groups_params,
-    linear_loss,
-    normal,
-    one_step,
-    ones,
-)
-from engine.split_cases import ONE_PASS, by_dtype, gradients, half_sgd, masters, through_file, trained, wrap
+from engine.checks import assert_same, assert_same_bits, groups_params, linear_loss, one_step, ones
+from engine.split_cases import ONE_PASS, by_dtype, gradients, half_sgd, masters, trained, wrap
 from fp16opt import DynamicLossScaler
 
 
@@ -73,31 +66,6 @@ def test_full_and_split_load_each_others_files(
         assert torch.allclose(got, want, rtol=0, atol=2.0**-40) if dtype == torch.float16 else torch.equal(got, want)
 
 
-def test_a_write_after_a_load_is_still_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    opt, params = trained("full", torch.bfloat16)
-    fresh = [nn.Parameter(torch.zeros_like(p)) for p in params]
-    loaded = wrap(half_sgd(fresh), loss_scale=1.0)
-    loaded.load_state_dict(opt.state_dict())
-    with torch.no_grad():
-        for p, value in zip(fresh, params, strict=True):
-            p.copy_(value)
-        fresh[0][3] = 9.0
-    with caplog.at_level(logging.WARNING):
-        loaded.state_dict()
-    assert "written" in caplog.text
-    assert masters(loaded)[0][3] == 9.0
-
-
-def test_a_refused_load_leaves_it_as_it_was() -> None:
-    opt, params = trained("split", torch.bfloat16)
-    before = masters(opt), [p.clone() for p in params]
-    bad = copy.deepcopy(opt.state_dict())
-    bad["masters"][1] = torch.zeros(7)
-    with pytest.raises(ValueError, match="shape"):
-        opt.load_state_dict(bad)
-    assert_same((masters(opt), [p.clone() for p in params]), before)
-
-
 def test_loading_goes_on_after_a_hook_that_raises() -> None:
     """A strange optimizer's load is undone tensor by tensor; placeholders hold nothing to undo."""
     opt, _ = trained("split", torch.bfloat16)
@@ -129,56 +97,6 @@ def test_fp32_state_dict_with_tied_weights() -> None:
     assert state["0.weight"] is state["2.weight"]
     assert_same_bits(state["0.weight"], next(opt.master_params()).detach())
     assert not torch.equal(state["0.weight"], model[0].weight.float())
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_continue_alike_and_apart(how: str) -> None:
-    opt, params = trained("split", torch.float16)
-    both = (opt, params)
-    other, others = copy.deepcopy(both) if how == "deepcopy" else pickle.loads(pickle.dumps(both))
-    for m in groups_params(other):
-        assert m.untyped_storage().nbytes() <= 4, "a placeholder has memory"
-    for o, ps in ((opt, params), (other, others)):
-        one_step(o, ps, gradients(ps, 9, False))
-    assert_same(masters(other), masters(opt))
-    one_step(other, others, gradients(others, 10, False))
-    assert not torch.equal(masters(other)[1], masters(opt)[1])
-
-
-@by_dtype
-@pytest.mark.parametrize("inner", [{"fused": True}, {}], ids=str)
-def test_state_keeps_the_masters_strides_over_a_load(inner: dict[str, Any], dtype: torch.dtype) -> None:
-    """torch's fused steps are silently wrong where a state's strides are not its parameter's."""
-
-    def made() -> tuple[Any, list[nn.Parameter]]:
-        values = normal((3, 4, 5, 2), dtype, 1).to(memory_format=torch.channels_last)
-        params = [nn.Parameter(values), nn.Parameter(normal((6, 7), dtype, 2).t())]
-        return wrap(AdamW(params, lr=0.1, **inner)), params
-
-    opt, params = made()
-    one_step(opt, params, gradients(params, 0, False))
-    resumed, others = made()
-    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    for master, param in zip(groups_params(resumed), others, strict=True):
-        assert resumed.state[master]["exp_avg"].stride() == param.stride()
-    for k in (1, 2):
-        for o, ps in ((opt, params), (resumed, others)):
-            one_step(o, ps, gradients(ps, k, False))
-    assert_same(masters(resumed), masters(opt))
-
-
-@pytest.mark.parametrize("model_first", [True, False])
-def test_a_scalar_on_a_tie(model_first: bool, caplog: pytest.LogCaptureFixture) -> None:
-    source = [nn.Parameter(torch.ones(()).bfloat16())]
-    full = wrap(SGD(source, lr=1.0), "full", loss_scale=1.0)
-    one_step(full, source, [-(2.0**-8)])
-    fresh = [nn.Parameter(torch.zeros(()).bfloat16())]
-    split = wrap(SGD(fresh, lr=1.0), loss_scale=1.0)
-    for load in (fresh[0].data.copy_, split.load_state_dict)[:: 1 if model_first else -1]:
-        load(source[0].detach() if load != split.load_state_dict else full.state_dict())
-    with caplog.at_level(logging.WARNING):
-        assert split.state_dict()["masters"][0].item() == 1 + 2.0**-8
-    assert "written" not in caplog.text
 
 
 def test_copies_of_what_master_params_gives_are_ordinary_parameters() -> None:

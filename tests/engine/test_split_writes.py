@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from engine.checks import assert_same_bits, linear_loss, normal, one_step, ones
+from engine.checks import assert_same_bits, normal, one_step, ones
 from engine.split_cases import by_dtype, half_sgd, masters, trained, wrap
 
 
@@ -26,21 +26,6 @@ def test_a_write_to_the_model_is_a_refresh(dtype: torch.dtype, caplog: pytest.Lo
     low = 2.0**-13
     assert masters(opt)[0].tolist() == [1 - low, 4.0 - low, 1 - low]
     assert masters(opt)[1].tolist() == [1 - 2 * low] * 3
-
-
-def test_error_policy_and_refresh_masters() -> None:
-    p = ones(2)
-    opt = wrap(SGD([p], lr=2.0**-13), on_model_write="error")
-    one_step(opt, [p], [1.0])
-    p.data.fill_(2.0)
-    opt.zero_grad()
-    opt.backward(linear_loss([p], [1.0]))
-    with pytest.raises(RuntimeError, match="written behind the optimizer"):
-        opt.step()
-    opt.refresh_masters()
-    assert masters(opt)[0].tolist() == [2.0, 2.0]
-    opt.step()
-    assert masters(opt)[0].tolist() == [2 - 2.0**-13] * 2
 
 
 @by_dtype
@@ -59,18 +44,6 @@ def test_special_values_written_into_the_model(dtype: torch.dtype, value: float)
 def test_an_infinite_half_at_construction_is_an_infinite_master() -> None:
     p = nn.Parameter(torch.tensor([float("inf"), -float("inf"), 1.0]).half())
     assert next(wrap(SGD([p], lr=1.0)).master_params()).tolist() == [float("inf"), -float("inf"), 1.0]
-
-
-def test_a_thawed_parameter_without_gradient_disturbs_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    r, p = ones(2, torch.bfloat16), ones(3, torch.bfloat16)
-    r.requires_grad_(False)
-    opt = wrap(SGD([r, p], lr=2.0**-13))
-    with caplog.at_level(logging.WARNING):
-        for k in range(4):
-            r.requires_grad_(k >= 2)
-            one_step(opt, [r, p], [None, 1.0])
-    assert "written" not in caplog.text
-    assert masters(opt)[1].tolist() == [1 - 4 * 2.0**-13] * 3
 
 
 @by_dtype
@@ -128,25 +101,3 @@ def test_going_back_to_a_loaded_models_weights_is_a_write() -> None:
         param.copy_(weights)
     opt.state_dict()
     assert_same_bits(masters(opt)[0], weights.float())
-
-
-def test_after_a_refresh_a_loaded_models_weights_are_a_write() -> None:
-    opt, param, weights = stepped_after_loading_ties()
-    with torch.no_grad():
-        param.fill_(3.0)
-    opt.refresh_masters()
-    with torch.no_grad():
-        param.copy_(weights)
-    opt.state_dict()
-    assert_same_bits(masters(opt)[0], weights.float())
-
-
-def test_another_layout_is_no_write_however_often_somebody_looks(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Conv2d(4, 8, 3, bias=False).bfloat16()
-    opt = wrap(SGD(model.parameters(), lr=2.0**-13))
-    one_step(opt, [model.weight], [1.0])
-    model.to(memory_format=torch.channels_last)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            opt.state_dict()
-    assert "written" not in caplog.text

@@ -66,11 +66,6 @@ def test_sums_are_refused() -> None:
     assert not optimizer.step_was_skipped
 
 
-def test_it_is_checked() -> None:
-    with pytest.raises(ValueError, match="expected one of 'full', 'none', 'split', 'split24', got 'half'"):
-        MixedPrecisionOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), master_weights="half")
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_sgd_steps_whole_vectors_of_16_bit_weights(dtype: torch.dtype, momentum: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
@@ -156,22 +155,6 @@ def test_scale_grows_after_the_window_up_to_the_limit() -> None:
 # -- the optimizer's face --------------------------------------------------------------------------------------------
 
 
-def test_it_is_a_torch_optimizer_and_schedulers_take_it() -> None:
-    """apex's was none, and schedulers refused it (quirk 36)."""
-    weight = halves(1.0)
-    inner = SGD([weight], lr=0.5)
-    optimizer = FP16_Optimizer(inner)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    optimizer.backward(weight.float().sum())
-    optimizer.step()
-    scheduler.step()
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    assert isinstance(optimizer, MixedPrecisionOptimizer)
-    assert inner.param_groups[0]["lr"] == 0.25
-    assert optimizer.optimizer is inner
-    assert copy.deepcopy(optimizer).loss_scale == 1.0
-
-
 def test_groups_of_halves_masters_and_floats() -> None:
     weight, own, frozen = halves(1.0), nn.Parameter(torch.ones(1)), halves(1.0)
     frozen.requires_grad_(False)
@@ -222,10 +205,6 @@ def test_loss_scale_and_loss_scaler_under_the_old_names() -> None:
         optimizer.backward(weight.float().sum())
         optimizer.step()
     assert optimizer.loss_scaler._unskipped == 3
-    optimizer.zero_grad()
-    optimizer.backward(weight.float().sum())
-    with pytest.raises(RuntimeError, match="loss_scale was set between backward and step"):
-        optimizer.loss_scale = 2.0
 
 
 def test_verbose_false_is_silent(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,6 @@ import torch
 from engine.checks import assert_same_bits
 from torch import Tensor, nn
 
-from fp16opt import fp16_utils
 from fp16opt.fp16_utils import (
     BN_convert_float,
     DynamicLossScaler,
@@ -263,12 +262,3 @@ def test_scalers_pickle_and_refuse_bad_values() -> None:
         DynamicLossScaler(scale_window=0)
     with pytest.raises(ValueError, match="scale must be over 0"):
         LossScaler(0)
-
-
-def test_star_import_brings_what_scripts_use() -> None:
-    names = {
-        *("BN_convert_float", "network_to_half", "prep_param_lists", "model_grads_to_master_grads", "tofp16"),
-        *("master_params_to_model_params", "to_python_float", "clip_grad_norm", "convert_module", "convert_network"),
-        *("FP16Model", "FP16_Optimizer", "LossScaler", "DynamicLossScaler"),
-    }
-    assert names <= set(fp16_utils.__all__)

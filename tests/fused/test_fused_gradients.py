@@ -2,89 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from engine.checks import (
-    assert_same_bits,
-    linear_loss,
-    normal,
-    one_step,
-    ones,
-    stored_grad,
-    tensor_bytes,
-)
-from engine.split_cases import bytes_kept
+from engine.checks import assert_same_bits, linear_loss, ones
 from torch import Tensor, nn
-from torch.optim import SGD, RMSprop
+from torch.optim import SGD
 
 from fp16opt import MixedPrecisionOptimizer
 from fused.test_fused_steps import give_grads, made
 
-LAZY: list[dict[str, Any]] = [
-    {"fused_step": True},
-    {"fused_step": True, "master_weights": "split"},
-]
-"""Modes in which a step makes no FP32 gradient that nobody reads."""
-by_mode = pytest.mark.parametrize("mode", [{"fused_step": False}, *LAZY], ids=str)
-
 
 def wrapped(params: list[Tensor], mode: dict[str, Any], lr: float = 1.0, **more: Any) -> MixedPrecisionOptimizer:
     return MixedPrecisionOptimizer(SGD(params, lr=lr), **mode, **more)
-
-
-def masters_of(opt: MixedPrecisionOptimizer) -> list[Tensor]:
-    """The masters, or what stands for them."""
-    return [p for group in opt.param_groups for p in group["params"]]
-
-
-@by_mode
-def test_gradients_of_parameters_that_come_later_are_made_when_read(mode: dict[str, Any]) -> None:
-    p, q = ones(4), ones(4)
-    opt = wrapped([p], mode, lr=0.5)
-    one_step(opt, [p], [1.0])
-    opt.add_param_group({"params": [q]})
-    opt.zero_grad()
-    opt.backward(linear_loss([p, q], [1.0, 2.0]))
-    new = masters_of(opt)[1]
-    assert stored_grad(new) is None
-    assert new.grad.tolist() == [2.0] * 4
-
-
-@by_mode
-def test_a_frozen_16_bit_parameter_makes_no_fp32_gradients(mode: dict[str, Any]) -> None:
-    frozen, p = ones(4), ones(4)
-    frozen.requires_grad_(False)
-    opt = wrapped([frozen, p], mode)
-    opt.backward(linear_loss([p], [1.0]))
-    assert float(opt.clip_master_grads(1.0)) == 2.0
-    assert stored_grad(masters_of(opt)[0]) is None
-    if mode in LAZY:
-        assert stored_grad(masters_of(opt)[1]) is None
-    opt.step()
-    assert p.tolist() == [0.5] * 4
-
-
-def test_the_memory_of_gradients_that_are_read_at_every_step_is_kept_and_others_is_not() -> None:
-    before = tensor_bytes()
-    p = nn.Parameter(torch.ones(100_000).half())
-    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), fused_step=True, loss_scale=8.0)
-    places = set()
-    for _ in range(4):
-        opt.zero_grad()
-        opt.backward(linear_loss([p], [1.0]))
-        places.add(next(opt.master_params()).grad.data_ptr())
-        opt.step()
-    assert len(places) == 1
-    for _ in range(3):
-        opt.zero_grad()
-        opt.backward(linear_loss([p], [1.0]))
-        opt.step()
-    opt.zero_grad()
-    assert 6.0 <= bytes_kept(opt, before) / p.numel() <= 6.25
 
 
 def test_the_norm_has_the_same_bits_once_gradients_were_read() -> None:
@@ -93,20 +25,6 @@ def test_the_norm_has_the_same_bits_once_gradients_were_read() -> None:
     norm = opt.clip_master_grads(1e9)
     _ = [master.grad for master in opt.master_params()]
     assert_same_bits(opt.clip_master_grads(1e9), norm)
-
-
-def test_an_optimizer_that_steps_itself_steps_ordinary_parameters() -> None:
-    """torch chooses its faster loops for these only."""
-    kinds: list[type] = []
-
-    class Looks(RMSprop):
-        def step(self, closure: Any = None) -> Any:
-            kinds.extend(type(p) for group in self.param_groups for p in group["params"] if p.grad is not None)
-            return super().step(closure)
-
-    opt = MixedPrecisionOptimizer(Looks([ones(4), ones(4)], lr=0.1))
-    one_step(opt, list(opt.model_params()), [1.0, 1.0])
-    assert kinds == [nn.Parameter] * 2
 
 
 def test_gradients_do_not_wait_for_a_step_that_has_begun() -> None:
@@ -125,15 +43,6 @@ def test_gradients_do_not_wait_for_a_step_that_has_begun() -> None:
 
     opt.step(closure)
     assert p.tolist() == [0.5] * 4
-
-
-def test_what_a_pre_hook_sets_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    params, opt = made("sgd")
-    give_grads(opt, params, 0)
-    opt.optimizer.register_step_pre_hook(lambda o, *_: o.param_groups[0].update(differentiable=True))
-    with caplog.at_level(logging.WARNING, logger="fp16opt"):
-        opt.step()
-    assert "group 0 has differentiable=True" in caplog.text
 
 
 def test_repr_says_so_when_a_sparse_gradient_has_ended_steps_in_one_pass() -> None:
@@ -163,18 +72,6 @@ def test_a_sparse_gradient_has_torch_warn_of_nothing(mode: dict[str, Any]) -> No
     finally:
         torch.set_warn_always(always)
     assert weight.tolist() == [[1.0] * 4, [-3.0] * 4, [-1.0] * 4] + [[1.0] * 4] * 5
-
-
-@by_mode
-def test_gradients_in_other_strides(mode: dict[str, Any]) -> None:
-    values = normal((6, 4), torch.float16, 1)
-    p = nn.Parameter(torch.zeros(6, 4).half())
-    opt = wrapped([p], mode)
-    opt.scale_loss(torch.zeros(()))
-    p.grad = values.t().contiguous().t()
-    opt.clip_master_grads(1e9)
-    opt.step()
-    assert_same_bits(p, -values)
 
 
 def test_a_gradient_of_another_shape_put_in_between_clip_and_step_is_not_walked() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.checks import assert_same, assert_same_bits, steps_in_one_pass
+from engine.checks import assert_same, steps_in_one_pass
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -123,13 +123,7 @@ def test_an_option_that_appears_later_goes_the_general_way_with_one_warning(
     assert steps_in_one_pass(opt)
 
 
-def test_an_option_that_a_pre_hook_sets_and_a_sparse_gradient_go_the_general_way() -> None:
-    table = torch.nn.Embedding(5, 3, sparse=True).half()
-    opt = MixedPrecisionOptimizer(SGD(table.parameters(), lr=0.5), fused_step=True, loss_scale=8.0)
-    before = next(opt.master_params()).detach().clone()
-    opt.backward(table(torch.tensor([1, 1])).float().sum())
-    opt.step()
-    assert_same_bits(next(opt.master_params()).detach()[1], before[1] - 1.0)
+def test_an_option_that_a_pre_hook_sets_goes_the_general_way() -> None:
     params, opt = made("sgd")
     give_grads(opt, params, 0)
     opt.optimizer.register_step_pre_hook(lambda o, *_: o.param_groups[0].update(differentiable=True))
@@ -173,38 +167,4 @@ def test_checkpoints_move_between_fused_general_and_torch(name: str) -> None:
     file.seek(0)
     back.load_state_dict(torch.load(file, weights_only=True))
     assert_same(back.state_dict(), general.state_dict())
-    train(opt, params, 2, 3)
-    again_params, again = made(name)
-    two_params, two = made(name)
-    train(two, two_params, 0, 1)
-    again.load_state_dict(copy.deepcopy(two.state_dict()))
-    train(again, again_params, 2, 3)
-    assert_same(again.state_dict(), opt.state_dict(), "fused, saved, loaded, fused")
     train(back, back_params, 3)
-
-
-def test_groups_and_parameters_that_come_later() -> None:
-    params, opt = made("adamw")
-    train(opt, params, 0)
-    late = half(70)
-    opt.add_param_group({"params": [late], "lr": 0.5})
-    train(opt, [*params, late], 1)
-    assert float(late.detach()[0]) != 1.0
-    assert {float(s["step"]) for s in opt.state.values()} == {1.0, 2.0}
-    opt.add_param_group({"params": [half(3, dtype=torch.float64)]})
-    assert "is float64" in repr(opt)
-
-
-def test_decoupled_weight_decay_as_an_option_of_adam() -> None:
-    if "decoupled_weight_decay" not in Adam([half(1)]).defaults:
-        pytest.skip("this torch has no such option")
-    results = []
-    for cls, more in ((AdamW, {}), (Adam, {"decoupled_weight_decay": True}), (Adam, {})):
-        params = parameters(dtypes=(torch.float16,))
-        opt = MixedPrecisionOptimizer(
-            cls(params, lr=0.1, weight_decay=0.1, **more), fused_step=True, loss_scale=8.0
-        )  # fmt: skip
-        train(opt, params, 0, 1)
-        results.append([m.detach().clone() for m in opt.master_params()])
-    assert_same(results[1], results[0])
-    assert not torch.equal(results[2][0], results[0][0])

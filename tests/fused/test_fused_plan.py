@@ -96,90 +96,42 @@ CHANGES: list[Change] = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("kind", MAKERS)
-def test_a_change_between_steps_counts(kind: str, change: Change) -> None:
+def compare(kind: str, change: Change | None = None, withouts: tuple[int, ...] = (-1,) * 6, **settings: object) -> None:
     """Against a wrapper whose step makes its plan anew each time."""
     results = []
     for forgets in (False, True):
         opt, params = make(kind, fused=True)
-        for number in range(6):
-            if number == 3:
+        opt.param_groups[0].update(copy.deepcopy(settings))
+        for number, without in enumerate(withouts):
+            if number == 3 and change is not None:
                 change(opt, params)
             if forgets:  # a copy has no plan
                 opt, params = copy.deepcopy((opt, params))
-            step(opt, params, number)
+            step(opt, params, number, without)
+        assert "fused" in repr(opt).split("step:")[1].split("\n")[0]
         results.append([*params, *opt.master_params(), *[v for s in opt.state.values() for v in s.values()]])
     assert len(results[0]) == len(results[1])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def lr_in_place(opt: MixedPrecisionOptimizer) -> None:
-    opt.param_groups[0]["lr"].fill_(0.5)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_change_between_steps_counts(kind: str, change: Change) -> None:
+    compare(kind, change)
 
 
-def betas_in_place(opt: MixedPrecisionOptimizer) -> None:
-    opt.param_groups[0]["betas"][0] = 0.5
+IN_PLACE: dict[str, tuple[object, Change]] = {
+    "lr": (torch.tensor(0.01), lambda opt, _: opt.param_groups[0]["lr"].fill_(0.5)),
+    "betas": ([0.9, 0.99], lambda opt, _: opt.param_groups[0]["betas"].__setitem__(0, 0.5)),
+}
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "change"), [("lr", torch.tensor(0.01), lr_in_place), ("betas", [0.9, 0.99], betas_in_place)]
-)
-def test_a_setting_that_is_written_in_place_counts(key: str, value: object, change: Callable[..., None]) -> None:
-    results = []
-    for forgets in (False, True):
-        opt, params = make("AdamW", fused=True)
-        opt.param_groups[0][key] = copy.deepcopy(value)
-        for number in range(6):
-            if number == 3:
-                change(opt)
-            if forgets:  # a copy has no plan
-                opt, params = copy.deepcopy((opt, params))
-            step(opt, params, number)
-        assert "fused" in repr(opt).split("step:")[1].split("\n")[0]
-        results.append([*params, *opt.master_params()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_what_a_hook_of_the_step_sets_counts_in_that_step() -> None:
-    results = []
-    for hooked in (False, True):
-        opt, params = make("AdamW", fused=True)
-        for number in range(3):
-            step(opt, params, number)
-        if hooked:
-            opt.optimizer.register_step_pre_hook(lambda o, *_: o.param_groups[0].update(lr=0.5))
-        else:
-            opt.param_groups[0]["lr"] = 0.5
-        step(opt, params, 3)
-        results.append([*params, *opt.master_params()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+@pytest.mark.parametrize("key", IN_PLACE)
+def test_a_setting_that_is_written_in_place_counts(key: str) -> None:
+    value, change = IN_PLACE[key]
+    compare("AdamW", change, **{key: value})
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_parameters_may_miss_gradients_in_some_steps(kind: str) -> None:
-    results = []
-    for forgets in (False, True):
-        opt, params = make(kind, fused=True)
-        for number, without in enumerate((0, 0, 0, -1, -1, 4, -1, 2, 2, -1, 0, -1)):
-            if forgets:  # a copy has no plan
-                opt, params = copy.deepcopy((opt, params))
-            step(opt, params, number, without)
-        results.append([*params, *opt.master_params()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_a_parameter_that_comes_and_has_no_gradient(kind: str) -> None:
-    opt, params = make(kind, fused=True)
-    for number in range(3):
-        step(opt, params, number)
-    add_group(opt, params)
-    before = params[-1].detach().clone()
-    other, rest = make(kind, fused=True)
-    for number in range(5):
-        if number > 2:
-            step(opt, params, number, without=len(params) - 1)
-        step(other, rest, number)
-    assert torch.equal(params[-1], before)
-    assert all(torch.equal(a, b) for a, b in zip(params, rest, strict=False))
+    compare(kind, withouts=(0, 0, 0, -1, -1, 4, -1, 2, 2, -1, 0, -1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import math
 import pickle
 import sys
@@ -76,32 +75,29 @@ def train(net: nn.Module, opt: MixedPrecisionOptimizer, steps: range, dtype: tor
         opt.step()
 
 
-@pytest.mark.parametrize("masters", ["full", "split"])
+MODES: list[dict[str, str]] = [
+    {},
+    {"master_weights": "split"},
+    {"master_weights": "split24", "optimizer_state": "8bit"},
+]
+
+
+@pytest.mark.parametrize("modes", MODES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MAKERS)
-def test_it_has_the_ordinary_steps_bits(name: str, dtype: torch.dtype, masters: str) -> None:
-    net, opt = made(name, dtype, master_weights=masters)
-    other, plain = made(name, dtype, release=False, master_weights=masters)
+def test_it_has_the_ordinary_steps_bits(name: str, dtype: torch.dtype, modes: dict[str, str]) -> None:
+    if "optimizer_state" in modes and name in ("adam", "lion"):
+        pytest.skip("it has no codes")
+    net, opt = made(name, dtype, **modes)
+    other, plain = made(name, dtype, release=False, **modes)
     assert "step: fused, in backward" in repr(opt)
     assert "gradient_release: True" in repr(opt)
     train(net, opt, range(3), dtype)
     train(other, plain, range(3), dtype)
     assert all(p.grad is None for p in net.parameters())
     assert any(p.grad is not None for p in other.parameters())
-    assert_same(snapshot(opt), snapshot(plain))
-    assert_same([*net.parameters()], [*other.parameters()])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["momentum", "adamw"])
-def test_it_has_the_ordinary_steps_bits_in_eight_bits_too(name: str, dtype: torch.dtype) -> None:
-    modes = {"master_weights": "split24", "optimizer_state": "8bit"}
-    net, opt = made(name, dtype, **modes)
-    other, plain = made(name, dtype, release=False, **modes)
-    train(net, opt, range(3), dtype)
-    train(other, plain, range(3), dtype)
-    assert_same([*net.parameters()], [*other.parameters()])
     assert_same(opt.state_dict(), plain.state_dict())
+    assert_same([*net.parameters()], [*other.parameters()])
 
 
 def test_parameters_are_stepped_and_freed_while_backward_runs() -> None:
@@ -623,15 +619,6 @@ def test_what_stands_in_the_way_later_is_said() -> None:
     opt.param_groups[0]["lr"] = torch.tensor([0.1, 0.2])
     with pytest.raises(RuntimeError, match="can't be stepped in one pass any more: group 0 has an lr that is a tensor"):
         opt.backward(net(batch(torch.float16, 1)))
-
-
-def test_nothing_is_logged_and_nothing_done_without_a_backward(caplog: pytest.LogCaptureFixture) -> None:
-    _, opt = made()
-    with caplog.at_level(logging.INFO):
-        opt.step()
-        opt.zero_grad()
-    assert opt.skipped_steps == 0
-    assert not caplog.records
 
 
 def test_what_is_saved_or_copied_between_backward_and_step_has_the_step() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from engine.checks import assert_same
 from torch import nn
 
 import fp16opt
-from fp16opt import GradScaler, MixedPrecisionOptimizer, Monitor
+from fp16opt import MixedPrecisionOptimizer, Monitor
 
 
 def net() -> nn.Module:
@@ -95,12 +94,6 @@ def test_what_was_stepped_before_a_backward_raised_is_no_write(way: str) -> None
         opt.state_dict()
 
 
-def test_a_split_master_refuses_to_be_written() -> None:
-    opt = wrapped(net(), master_weights="split")
-    with pytest.raises(RuntimeError, match="a split master was to be written"), torch.no_grad():
-        opt.param_groups[0]["params"][0].add_(1.0)
-
-
 def test_a_write_is_an_error_where_that_is_asked() -> None:
     model = net()
     opt = wrapped(model, on_model_write="error")
@@ -152,10 +145,6 @@ def test_who_finds_no_gradients_says_so() -> None:
     opt = wrapped(model)
     with pytest.raises(ValueError, match="frees gradients before there is anything to sample"):
         Monitor(opt, to=print)
-    scaler = GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    with pytest.raises(ValueError, match="can't drive a MixedPrecisionOptimizer with gradient_release"):
-        scaler.step(opt)
     opt.backward(loss_of(model))
     next(iter(opt.master_params())).grad = torch.zeros(64, 64)
     with pytest.raises(RuntimeError, match="gradients are there that no backward made"):
@@ -183,18 +172,6 @@ def test_moments_without_a_code_are_refused_at_wrapping(bad: float) -> None:
     with pytest.raises(ValueError, match="exp_avg_sq holds numbers that"):
         MixedPrecisionOptimizer(inner, optimizer_state="8bit")
     assert inner.param_groups[0]["params"] == [weight]
-
-
-def test_inside_swap_split_masters_are_not_shown_and_nothing_is_copied() -> None:
-    model = net()
-    opt = wrapped(model, gradient_release=False, master_weights="split")
-    averaged = fp16opt.AveragedMasters(model, opt, fp16opt.ema(0.5))
-    averaged.update()
-    with averaged.swap():
-        with pytest.raises(RuntimeError, match="was called while the model holds"):
-            opt.master_params()
-        with pytest.raises(RuntimeError, match="was called while the model holds"):
-            pickle.dumps(opt)
 
 
 def test_repr_says_what_is_there_after_the_model_was_changed() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine.checks import assert_same, assert_same_bits, snapshot, tensor_bytes
-from engine.split_cases import through_file
+from rooms import through_file
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, RMSprop
 
@@ -190,17 +189,6 @@ def test_resume_bit_exact(name: str, masters: str, compact: bool) -> None:
         step(loaded, fresh, 50 + k, clip=True)
     assert_same(everything(loaded, fresh), everything(opt, params))
     assert_same(loaded.state_dict(compact=compact), opt.state_dict(compact=compact))
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_continue_alike(how: str) -> None:
-    both = trained("adamw", "split24", dtype=torch.bfloat16)
-    opt, params = both
-    other, others = copy.deepcopy(both) if how == "deepcopy" else pickle.loads(pickle.dumps(both))
-    for k in range(2):
-        step(opt, params, 9 + k)
-        step(other, others, 9 + k)
-    assert_same(everything(other, others), everything(opt, params))
 
 
 def test_torchs_own_class_reads_it() -> None:

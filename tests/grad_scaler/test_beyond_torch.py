@@ -54,15 +54,6 @@ def test_one_optimizer_without_gradients_beside_one_with() -> None:
     assert scaler.get_scale() == 512.0
 
 
-def test_update_without_any_step_is_an_order_error_as_in_torch() -> None:
-    scaler = Ours("cpu")
-    with pytest.raises(AssertionError, match="_scale is None"):
-        scaler.update()
-    scaler.scale(torch.ones(()))
-    with pytest.raises(AssertionError, match="Call step"):
-        scaler.update()
-
-
 # -- reports and schedulers -------------------------------------------------------------------------------------------
 
 
@@ -193,16 +184,10 @@ def test_max_consecutive_skips() -> None:
         ({"growth_factor": math.inf}, ValueError, "growth_factor"),
         ({"backoff_factor": 0.0}, ValueError, "backoff_factor"),
         ({"backoff_factor": math.nan}, (ValueError, AssertionError), "backoff.factor"),
-        ({"growth_interval": 0}, ValueError, "growth_interval"),
         ({"growth_interval": 2.5}, TypeError, "growth_interval"),
         ({"init_scale": 0.0}, ValueError, "init_scale"),
-        ({"init_scale": math.inf}, ValueError, "init_scale"),
         ({"init_scale": True}, ValueError, "init_scale"),
-        ({"init_scale": 2.0, "max_scale": 1.0}, ValueError, "init_scale"),
         ({"min_scale": 2.0**-127}, ValueError, "min_scale"),
-        ({"min_scale": 4.0, "max_scale": 2.0}, ValueError, "min_scale"),
-        ({"max_scale": 2.0**128}, ValueError, "max_scale"),
-        ({"hysteresis": 0}, ValueError, "hysteresis"),
         ({"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips"),
     ],
     ids=str,
