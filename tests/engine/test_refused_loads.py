@@ -96,7 +96,7 @@ DAMAGES: list[tuple[str, Callable[[Any], None], str]] = [
     (
         "state_sparse",
         _put(torch.zeros(5).to_sparse(), "optimizer", "state", 0, "exp_avg"),
-        r"exp_avg must be a dense tensor",
+        r"exp_avg must be a dense floating tensor",
     ),
     ("state_not_a_dict", _put(4, "optimizer", "state", 0), r"state"),
     ("scaler_not_a_dict", _put(8.0, "scaler"), r"scaler"),
