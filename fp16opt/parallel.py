@@ -128,6 +128,7 @@ class AcrossRanks:
     """What the wrapper answers where it is used in a way that several ranks can't go together with."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Raises ``TypeError`` where ZeRO would make one of each rank's parameters."""
         if args and isinstance(args[0], list):  # as ZeroRedundancyOptimizer calls its optimizer_class
             raise TypeError(
                 "optimizer: expected a torch.optim.Optimizer, got list. Make the optimizer first; around ZeRO "

@@ -60,6 +60,7 @@ class MultiTensorApply:
         """The operations are always there."""
 
     def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Lists, *args: Any) -> Any:
+        """``op`` of the lists and what stands behind them."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 

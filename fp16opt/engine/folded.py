@@ -26,6 +26,7 @@ class FoldedGradient(Tensor):
 
     @staticmethod
     def __new__(cls: Any, param: Tensor, name: str) -> FoldedGradient:
+        """In the place of the gradient of ``param``, which messages call ``name``."""
         dtype = getattr(param, "grad_dtype", None) or param.dtype  # what torch lets stand there
         made: FoldedGradient = Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=dtype, device=param.device, storage_size=0

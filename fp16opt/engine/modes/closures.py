@@ -54,6 +54,7 @@ class EvaluatedClosure:
         self._versions = versions(self._masters)
 
     def __call__(self) -> Any:
+        """The loss. Raises ``RuntimeError`` where it is asked for again, or masters have moved since."""
         if self._called or versions(self._masters) != self._versions:
             raise errors.EVALUATED_TWICE()
         self._called = True
@@ -104,6 +105,7 @@ class Reevaluations(abc.ABC):
                 return False
 
     def __call__(self) -> Any:
+        """Evaluate; returns the loss. Raises :class:`GaveUp` where no scale was low enough."""
         if not self.evaluate():
             raise GaveUp
         return self.loss
