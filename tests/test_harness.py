@@ -4,11 +4,8 @@ purpose."""
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
-import interpreters
-import kept
 import numpy as np
 import oracle
 import products
@@ -18,7 +15,6 @@ from engine.checks import (
     array,
     assert_same,
     assert_same_bits,
-    flatten,
     normal,
 )
 from specs import ALWAYS, CASES, LATER
@@ -59,13 +55,6 @@ def test_assert_same_fails_for_other_structure(other: Any) -> None:
     assert_same({"a": [1]}, {"a": [1]})
     with pytest.raises(AssertionError):
         assert_same({"a": [1]}, other)
-
-
-def test_flatten_copies_bits() -> None:
-    t = torch.zeros(2)
-    before = flatten({"t": t})
-    t += 1
-    assert before != flatten({"t": t})
 
 
 def test_no_optimizer_class_of_torch_is_without_a_case() -> None:
@@ -156,42 +145,3 @@ def test_each_value_of_each_axis_is_run() -> None:
     assert 5 <= len(taken) <= 7
     for axis in cells[0][2]:
         assert {cell[axis] for cell in taken} == {cell[axis] for _, _, cell in cells}
-
-
-def test_what_is_kept_goes_with_what_it_was_made_of(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kept, "home", tmp_path)
-    for text, is_new in (("a", True), ("a", False), ("b", True), ("a", True)):
-        with kept.folder("made", [text], tmp_path_factory) as folder:
-            assert (folder / "made").exists() != is_new
-            (folder / "made").touch()
-    assert kept.digest(["ab", "c"]) != kept.digest(["a", "bc"])
-
-
-# ---- processes that are forked from one that has imported torch
-
-ENDS = """
-import atexit, sys, threading, time
-atexit.register(print, "at the end")
-threading.Thread(target=lambda: (time.sleep(0.05), print("a thread"))).start()
-sys.stdout.write("begun, ")
-"""
-
-
-@pytest.mark.parametrize("clears_up", [False, True])
-@pytest.mark.parametrize(
-    ("last", "code", "said"),
-    [
-        ("", 0, ""),
-        ("sys.exit(3)", 3, ""),
-        ("sys.exit(None)", 0, ""),
-        ("sys.exit('why')", 1, "why\n"),
-        ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
-    ],
-)
-def test_a_forked_process_ends_as_python_does(tmp_path: Path, last: str, code: int, said: str, clears_up: bool) -> None:
-    done = interpreters.python("-c", ENDS + last, cwd=tmp_path, clears_up=clears_up)
-    assert (done.returncode, done.stdout) == (code, "begun, a thread\nat the end\n")
-    assert done.stderr.endswith(said)
-    assert bool(done.stderr) == bool(said)

@@ -36,6 +36,18 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
     "momentum": lambda p: SGD(p, lr=0.02, momentum=0.9, nesterov=True),
     "Lion": lambda p: PlainLion(p),
 }
+
+
+def used(params: list[nn.Parameter]) -> Optimizer:
+    """One that has state, which is carried over."""
+    inner = AdamW(params, lr=0.02)
+    for k, p in enumerate(params):
+        p.grad = normal(p.shape, p.dtype, 50 + k).as_strided(p.shape, p.stride())
+    inner.step()
+    inner.zero_grad()
+    return inner
+
+
 MODES: dict[str, dict[str, Any]] = {
     "full": {},
     "split": {"master_weights": "split"},
@@ -154,67 +166,51 @@ def test_the_bits_of_released_gradients_are_those_without(masters: str, bits: An
     assert_in_its_place(there.opt)
 
 
+def written(run: Run) -> Run:
+    run.train(2)
+    with torch.no_grad():
+        run.params[3].mul_(1.5)
+        run.params[4].add_(0.25)
+    run.train(2)
+    run.params[0].data.fill_(0.5)
+    run.opt.refresh_masters()
+    return run.train(1)
+
+
+def changed(run: Run) -> Run:
+    """Parameters come and go, and a setting by which codes of 8 bits are made anew."""
+    run.train(2)
+    late = nn.Parameter(normal((64, 66), torch.float16, 5))
+    late_too = nn.Parameter(normal((5,), torch.float16, 6))
+    run.opt.add_param_group({"params": [late, late_too], "lr": 0.5})
+    del run.opt.param_groups[0]["params"][1]
+    run.params = [run.params[0], *run.params[2:], late, late_too]
+    run.problem = Problem(run.params)
+    run.train(2)
+    run.opt.param_groups[0]["betas"] = (0.8, 0.9)
+    return run.train(2)
+
+
+def dropped(run: Run) -> Run:
+    """State begins anew."""
+    run.train(2).opt.optimizer.state.clear()
+    return run.train(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "history"),
+    [
+        (MAKERS["AdamW"], written),
+        (MAKERS["AdamW"], changed),
+        (MAKERS["AdamW"], dropped),
+        (used, lambda run: run.train(2)),
+    ],
+    ids=["written", "changed", "dropped", "used before"],
+)
 @by_mode
-def test_written_weights_are_taken(settings: dict[str, Any]) -> None:
-    def trained(**more: Any) -> Any:
-        run = Run(**settings, **more).train(2)
-        with torch.no_grad():
-            run.params[3].mul_(1.5)
-            run.params[4].add_(0.25)
-        run.train(2)
-        run.params[0].data.fill_(0.5)
-        run.opt.refresh_masters()
-        return run.train(1).all()
-
-    assert_same(trained(offload="cpu"), trained())
-
-
-@by_mode
-def test_parameters_come_and_go(settings: dict[str, Any]) -> None:
-    def trained(**more: Any) -> Run:
-        run = Run(**settings, **more).train(2)
-        late = nn.Parameter(normal((64, 66), torch.float16, 5))
-        late_too = nn.Parameter(normal((5,), torch.float16, 6))
-        run.opt.add_param_group({"params": [late, late_too], "lr": 0.5})
-        del run.opt.param_groups[0]["params"][1]
-        run.params = [run.params[0], *run.params[2:], late, late_too]
-        run.problem = Problem(run.params)
-        run.train(2)
-        run.opt.param_groups[0]["betas"] = (0.8, 0.9)  # codes of 8 bits are made anew
-        return run.train(2)
-
-    there = trained(offload="cpu")
-    assert_same(there.all(), trained().all())
-    assert_in_its_place(there.opt)
-
-
-@by_mode
-def test_state_of_a_used_optimizer_is_carried_over(settings: dict[str, Any]) -> None:
-    def trained(**more: Any) -> Run:
-        def used(params: list[nn.Parameter]) -> Optimizer:
-            inner = AdamW(params, lr=0.02)
-            for k, p in enumerate(params):
-                p.grad = normal(p.shape, p.dtype, 50 + k).as_strided(p.shape, p.stride())
-            inner.step()
-            inner.zero_grad()
-            return inner
-
-        return Run(used, **settings, **more).train(2)
-
-    there = trained(offload="cpu")
-    assert_same(there.all(), trained().all())
-    assert_in_its_place(there.opt)
-
-
-@by_mode
-def test_state_that_was_dropped_begins_anew(settings: dict[str, Any]) -> None:
-    def trained(**more: Any) -> Run:
-        run = Run(**settings, **more).train(2)
-        run.opt.optimizer.state.clear()
-        return run.train(2)
-
-    there = trained(offload="cpu")
-    assert_same(there.all(), trained().all())
+def test_what_users_do_has_the_bits_without(settings: dict[str, Any], make: Any, history: Any) -> None:
+    there = history(Run(make, offload="cpu", **settings))
+    assert_same(there.all(), history(Run(make, **settings)).all())
     assert_in_its_place(there.opt)
 
 

@@ -110,8 +110,11 @@ class AtOnce(Face):
         self.scaler.update()
 
 
+@pytest.mark.parametrize("takes_turns", [False, True], ids=["alone", "in turn with eager steps"])
 @pytest.mark.parametrize("kind", [Engine, Wrapped, Face, AtOnce])
-def test_replays_do_what_eager_steps_do(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+def test_replays_do_what_eager_steps_do(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: Any, takes_turns: bool
+) -> None:
     pretended.pretend(emulated_cuda, monkeypatch)
     eager, captured = kind(), kind()
     for _ in range(3):
@@ -122,38 +125,15 @@ def test_replays_do_what_eager_steps_do(emulated_cuda: ModuleType, monkeypatch: 
         captured.step()  # which is done here, as nothing is by CUDA while it captures
     skips = eager.outcome()[1]
     for k, factor in enumerate(PLAN):
-        eager.factor.fill_(factor)
-        captured.factor.fill_(factor)
-        eager.step()
-        graph.replay()
+        for loop, step in (eager, eager.step), (captured, graph.replay):
+            loop.factor.fill_(factor)
+            step()
+            if takes_turns:
+                loop.step()
         for n, (a, b) in enumerate(zip(captured.tensors(), eager.tensors(), strict=True)):
             assert_same_bits(a, b, f"step {k}, tensor {n}")
         assert captured.outcome() == eager.outcome(), f"step {k}"
-    assert eager.outcome()[1] - skips == 3
-
-
-@pytest.mark.parametrize("kind", [Engine, Wrapped, Face])
-def test_eager_steps_and_replays_take_turns(
-    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: Any
-) -> None:
-    pretended.pretend(emulated_cuda, monkeypatch)
-    eager, captured = kind(), kind()
-    for _ in range(2):
-        eager.step()
-        captured.step()
-    eager.step()
-    with record(monkeypatch) as graph:
-        captured.step()
-    for factor in PLAN[:5]:
-        for loop in (eager, captured):
-            loop.factor.fill_(factor)
-        eager.step()
-        graph.replay()
-        eager.step()
-        captured.step()
-        for n, (a, b) in enumerate(zip(captured.tensors(), eager.tensors(), strict=True)):
-            assert_same_bits(a, b, f"factor {factor}, tensor {n}")
-        assert captured.outcome() == eager.outcome()
+    assert eager.outcome()[1] - skips == 3 * (1 + takes_turns)
 
 
 def test_a_replay_reads_settings_that_were_loaded_later(
