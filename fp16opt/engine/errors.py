@@ -286,13 +286,13 @@ MEMORY_FREED = Refusal(
 NOT_IN_THE_MODEL = Refusal(
     "not in the model",
     ValueError,
-    """{argument} has no parameter {name!r} of this optimizer, of shape {shape}{now}. Pass the module that holds all
+    """{argument} {has} parameter {name!r} of this optimizer, of shape {shape}. Pass the module that holds all
     parameters that it trains. If it was replaced there, as where an embedding is resized, put the new one into
     opt.param_groups, in the place of the other's master; if it was deleted, as an adapter is, take it out of these. Or
     make the optimizer anew over model.parameters(), and wrap it.""",
 )
 
-HAS_ANOTHER = ", but another one of that name, of shape {shape}"
+HAS_ANOTHER = "has another tensor of that name, of shape {shape}, than"
 
 EPS = Line(
     "eps",

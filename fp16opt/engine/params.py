@@ -494,8 +494,8 @@ def not_in_model(what: str, name: str, param: Tensor, there: object) -> Exceptio
         what: the argument.
         there: what the module has under that name; None where it has nothing.
     """
-    now = errors.HAS_ANOTHER.format(shape=tuple(there.shape)) if isinstance(there, Tensor) else ""
-    return errors.NOT_IN_THE_MODEL(argument=what, name=name, shape=tuple(param.shape), now=now)
+    has = errors.HAS_ANOTHER.format(shape=tuple(there.shape)) if isinstance(there, Tensor) else "has no"
+    return errors.NOT_IN_THE_MODEL(argument=what, name=name, shape=tuple(param.shape), has=has)
 
 
 def name_of(group: dict[str, Any], index: int, param: object, names: dict[int, str]) -> str | None:
