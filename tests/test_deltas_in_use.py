@@ -65,7 +65,7 @@ def test_each_optimizer_by_its_module() -> None:
         for opt, layer, other in zip((two.first, two.second), two.model, two.copy, strict=True):
             opt.take_delta(layer).apply_(other)
         assert two.follows()
-    with pytest.raises(ValueError, match="model has another tensor .* than parameter 'weight' of this optimizer"):
+    with pytest.raises(ValueError, match=r"model has another tensor .* than parameter 'weight' of this optimizer"):
         two.first.take_delta(two.model[1])
 
 

@@ -606,7 +606,6 @@ class StepState(abc.ABC):
         if stage.is_sum and not is_thaw:
             true_stamp = stage.true_stamp.moved(came_from, raw_grads(self.params.masters))
             self.stage = self.stage._replace(true_stamp=true_stamp)
-            self.gradients.measure()
 
     def reset(self, keeps_true: bool = True, zeros: Grads | None = None) -> None:
         """READY: a step has used the gradients, or they were cleared, or are given up.

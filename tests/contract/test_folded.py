@@ -138,3 +138,13 @@ def test_gradients_that_torch_keeps_in_fp32_add_up_unrounded(settings: dict[str,
         assert next(opt.master_params()).grad.tolist() == [1 + 2.0**-12] * 8  # type: ignore[union-attr]
         opt.step()
     assert next(opt.master_params()).tolist() == [1 - 2 * (1 + 2.0**-12)] * 8
+
+
+def test_groups_that_change_before_the_last_fold_leave_the_norm_whole() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2))
+    inner = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.5)
+    opt = MixedPrecisionOptimizer(inner, loss_scale=8.0, grad_accumulation="fp32")
+    opt.backward(3 * first.float().sum())
+    opt.backward(4 * second.float().sum(), update_master_grads=False)
+    opt.param_groups.reverse()
+    assert opt.clip_master_grads(100.0).item() == 10.0
