@@ -384,7 +384,7 @@ class OnePassStep:
         self._has_served = self._has_warned = False
         self._plans: dict[torch.device, Plan] = {}
         self._known: dict[int, Settings | None] = {}
-        self._groups: list[Settings] = []  # of the step that is being taken
+        self._groups: list[Settings] = []  # as the present step has read them
         self.counts_steps = spec.needs_number or masters.needs_number
         self._number = step_count if self.counts_steps else int  # else 0, so that no step waits for a count
 

@@ -401,7 +401,7 @@ class Unscaled(NamedTuple):
 
     @property
     def is_checked(self) -> bool:
-        """Whether a call of the user's has told, or could have, whether the gradients are finite."""
+        """Whether the user has asked for the gradients: for sums by a clip, an edit or a read, else in any case."""
         return self.is_closed or self.is_asked or not self.is_sum
 
 

@@ -266,7 +266,7 @@ ROWS: list[Row] = [
      ALONE, [ONE]),
     ("at another it refuses one", "plain; {step|clip 1|values} !plain; step !plain; zero; backward; step",
      KEEPS, OTHERS),
-    ("whoever has cleared those of the step before",
+    ("clearing those of the step before makes it no other",
      "backward; step; model zero; plain; step !plain; {zero|model zero}; backward; step; model zero; plain; "
      "step !plain", KEEPS, OTHERS),
     ("a gradient that was written is refused",
