@@ -907,7 +907,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if "found_inf" in self.__dict__:
             return self._finalize_under_grad_scaler(look, write)
         check: Check | None = self.step_state.finalize(look, write)
-        if check is not None and self.grad_accumulation == "fp32" and not self.step_state.is_own:
+        if check is not None and self.grad_accumulation == "fp32" and not self.step_state.stage.is_own:
             self.lines.tell(errors.SUMS_WITHOUT_BACKWARD, once=True)
         return check
 
@@ -931,7 +931,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if not (is_told or scale.scaler.dynamic or float(scale.scale) != 1.0):
             pairs = without_scale(self.params.all)
             if pairs:
-                warn_missing_scale(self.lines, pairs, self.way_to_scale, not self.step_state.is_own)
+                warn_missing_scale(self.lines, pairs, self.way_to_scale, not self.step_state.stage.is_own)
         self._may_lack_scale = False
 
     def _way_to_scale(self) -> WayToScale:
@@ -940,7 +940,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def check_external_scale(self) -> None:
         """Raise ``RuntimeError`` where a GradScaler can't be the one that scales, with both ways out."""
-        made_here = self.step_state.is_own
+        made_here = self.step_state.stage.is_own
         if made_here or not self.step_state.is_one():
             raise errors.TWO_SCALES(scale=self.loss_scale, made=errors.MADE_HERE if made_here else "")
 

@@ -85,12 +85,6 @@ class StepState(abc.ABC):
         self.own_scaler = own_scaler
 
     @property
-    def is_own(self) -> bool:
-        """Whether ``opt.backward(loss)`` or ``opt.scale_loss(loss)`` has made the present gradients."""
-        scale = self.stage.scale
-        return scale is not None and scale.by is ScaledBy.ENGINE
-
-    @property
     def is_stepping(self) -> bool:
         """Whether a step of this optimizer is under way, in any thread: a hook has called, or another thread has."""
         return self.step is not None and self.step.runs
@@ -98,6 +92,14 @@ class StepState(abc.ABC):
     def is_one(self, scaler: LossScaler | None = None) -> bool:
         """Whether a scale, else the own one, is static and exactly 1. Syncs once for each value of a static scale."""
         return (scaler or self.own_scaler()).is_one()
+
+    def counts_plain(self, scaler: LossScaler | None = None) -> bool:
+        """Whether gradients that no backward of the engine has made count as true ones: at a static scale of 1.
+
+        The one place of this rule. What a GradScaler unscales or tells of, what the user hands to
+        ``update_master_grads``, and zeros count at any rate.
+        """
+        return self.is_one(scaler)
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -238,7 +240,7 @@ class StepState(abc.ABC):
 
     def _left_over(self, stage: Ready, look: Look, scaler: LossScaler, may_clear: bool) -> GradientStamp | None:
         """Rule 5: gradients that are there when the first backward of a step begins; None where they may stay."""
-        if self.is_one(scaler) or stage.has_zeros(look.grads):
+        if self.counts_plain(scaler) or stage.has_zeros(look.grads):
             return None
         left = self.gradients.not_zero(look.grads.tensors, self.ranks)
         if not left:
@@ -317,7 +319,8 @@ class StepState(abc.ABC):
         if type(stage) is not Ready or not self._any_there(look.grads.tensors):
             return False
         is_known, scaler = scaler is not None or inv_scale is not None, scaler or self.own_scaler()
-        if not (is_known or self.is_one(scaler)) and (named := self.gradients.not_zero(look.grads.tensors, self.ranks)):
+        counts = is_known or self.counts_plain(scaler)
+        if not counts and (named := self.gradients.not_zero(look.grads.tensors, self.ranks)):
             raise errors.NOT_OF_THIS_STEP(scale=float(scaler.scale), names=describe(named))
         scale = BackwardScale.of(scaler, by)
         if inv_scale is not None:
@@ -603,9 +606,6 @@ class StepState(abc.ABC):
         else:
             now = [None] * len(self.params) if type(stage) is Ready else raw_grads(self.params.models)
             self.stage = moved(stage, came_from, now)
-        if stage.is_sum and not is_thaw:
-            true_stamp = stage.true_stamp.moved(came_from, raw_grads(self.params.masters))
-            self.stage = self.stage._replace(true_stamp=true_stamp)
 
     def reset(self, keeps_true: bool = True, zeros: Grads | None = None) -> None:
         """READY: a step has used the gradients, or they were cleared, or are given up.
@@ -632,11 +632,14 @@ class StepState(abc.ABC):
         stage = self.stage
         if not stage.is_checked or stage.scale.by.is_grad_scaler:
             return None
-        grads = raw_grads(self.params.models)
-        if self._are_cleared(grads) or (stage.stamp.compare(grads)[0] and are_zero(grads)):
+        look = self.look()
+        written, gone = stage.stamp.compare(look.grads)
+        if self._are_cleared(look.grads.tensors) or (written and are_zero(look.grads.tensors)):
             return None
+        if gone:
+            self.leave_alone(gone, look)
         if type(stage) is Unscaled:
-            self._notice_edits(stage)
+            self._notice_edits(self.stage)
         check: Check = self.stage.check
         return check if self.ranks.alone or check.is_agreed else None
 
@@ -645,6 +648,8 @@ class StepState(abc.ABC):
         self.steps = 0
         if type(self.stage) is not Interrupted:
             self.reset(keeps_true=False)
+            if self.counts_plain():  # as nothing says any more that a step has used them
+                self.stage = self.stage._replace(stamp=None)
 
     def clear(self, set_to_none: bool) -> None:
         """Clear the model's and the masters' gradients, and forget what was found in them.

@@ -282,9 +282,16 @@ class Check(NamedTuple):
 
 # -- the stages --------------------------------------------------------------------------------------------------------
 
+
+def _is_own(stage: Any) -> bool:
+    """Whether ``opt.backward(loss)`` or ``opt.scale_loss(loss)`` has made the present gradients."""
+    return stage.scale is not None and stage.scale.by is ScaledBy.ENGINE
+
+
 _ANSWERS = {
     **dict.fromkeys(("scale", "stamp", "true_stamp", "check", "left_over", "sums", "unreduced")),
     **dict.fromkeys(("holds_true", "is_checked", "is_closed", "is_sum", "is_to_fold"), False),
+    "is_own": property(_is_own),
     "losses": (),
 }
 
@@ -335,8 +342,8 @@ class Scaled(NamedTuple):
         losses: of the backwards, unscaled, where they are single numbers.
         left_over: stamp of gradients of an earlier step, over which the user scaled a loss: they must go.
         sums: the FP32 sums so far; None where there are none.
-        may_be_cleared: the user runs the backward, with what stands for sums in place: where that is gone then, the
-            sum is given up.
+        may_be_cleared: what stands for sums lies in ``.grad``, as the user runs the backward, or has asked for its
+            gradients: where it is gone then, the sum is given up.
         is_to_fold: whether the gradients are to be added to FP32 sums.
     """
 

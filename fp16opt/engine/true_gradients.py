@@ -33,30 +33,33 @@ class TrueGradients:
         state = self._state
         if (state.step is not None and state.step.about_to_write) or torch._C._current_graph_task_id() != -1:
             return
+        reader = sys._getframe(2)
+        divides = reader.f_code.co_name == "_unscale_grads_"  # torch's GradScaler is about to
         stage = state.stage
         if type(stage) is Unscaled and not stage.stamp.is_empty and raw_grad(state.params.models[position]) is None:
             look = state.look()
-            if gone := stage.stamp.compare(look.grads)[1]:
+            if state.waits_for_step() and (gone := stage.stamp.compare(look.grads)[1]):
                 state.leave_alone(gone, look)
         elif type(stage) not in (Unscaled, Interrupted):
             with torch.inference_mode(False):
-                self._make_readable(state)
+                self._make_readable(state, divides)
         stage = state.stage
         if type(stage) is Unscaled and stage.is_sum and not stage.is_asked:
             state.stage = stage = stage._replace(is_asked=True)
-        if type(stage) is Unscaled and stage.scale.by is not ScaledBy.ENGINE:
-            reader = sys._getframe(2)
-            if reader.f_code.co_name == "_unscale_grads_":  # torch's GradScaler is about to divide them
-                self._hand_to_grad_scaler(state, stage, reader.f_back)
+        if divides and type(stage) is Unscaled and stage.scale.by is not ScaledBy.ENGINE:
+            self._hand_to_grad_scaler(state, stage, reader.f_back)
 
-    def _make_readable(self, state: StepState) -> None:
-        """Make true gradients, of those that are there for the coming step."""
+    def _make_readable(self, state: StepState, divides: bool) -> None:
+        """Make true gradients, of those that are there for the coming step: plain ones that count, or are divided."""
+        if state.waits_for_reduction():
+            return
         look = state.look()
-        is_new = type(state.stage) is not Ready or (
-            state.is_one() and (state.has_new() or state.stage.has_zeros(look.grads))
-        )
-        if is_new and not state.waits_for_reduction():
-            state.bring_up(look, write=True)
+        if type(state.stage) is Ready:
+            is_new = state.has_new() or state.stage.has_zeros(look.grads)
+            if not (is_new and (state.is_one() if divides else state.counts_plain())):
+                return
+            state.take_external(look, state.own_scaler())
+        state.bring_up(look, write=True)
 
     def _hand_to_grad_scaler(self, state: StepState, stage: Unscaled, asked_by: Any) -> None:
         """torch's GradScaler reads true gradients, to divide them where they lie.

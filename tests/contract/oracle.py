@@ -1283,6 +1283,10 @@ class SummingOracle(Oracle):
         self.has_new_edit = self.has_new_edit or (by_user and not was_closed)
         super()._close()
 
+    def load(self) -> None:
+        super().load()
+        self.pending = None
+
     def drop_grads(self, names: Sequence[str]) -> None:
         """What stands for a sum is cleared: the sum is given up. Not while a backward is not folded yet."""
         if self.pending is not None or isinstance(self.stage, Interrupted) or self.with_grad():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
@@ -148,3 +150,43 @@ def test_groups_that_change_before_the_last_fold_leave_the_norm_whole() -> None:
     opt.backward(4 * second.float().sum(), update_master_grads=False)
     opt.param_groups.reverse()
     assert opt.clip_master_grads(100.0).item() == 10.0
+
+
+def cleared_in_a_backward(opt: Any, bad: Tensor, good: Tensor) -> None:
+    loss = opt.scale_loss(good.float().sum())
+    bad.grad = None
+    loss.backward()
+
+
+def cleared_before_a_fold(opt: Any, bad: Tensor, good: Tensor) -> None:
+    opt.backward(bad.float().sum(), update_master_grads=False)
+    bad.grad = None
+    opt.backward(good.float().sum())
+
+
+def left_the_groups(opt: Any, bad: Tensor, good: Tensor) -> None:
+    opt.param_groups[0]["params"] = []
+    opt.backward(good.float().sum())
+
+
+@pytest.mark.parametrize("is_stepped", [True, False], ids=["step", "zero_grad"])
+@pytest.mark.parametrize("give_up", [cleared_in_a_backward, cleared_before_a_fold, left_the_groups])
+def test_a_sum_that_is_given_up_takes_its_inf_along(give_up: Callable[..., None], is_stepped: bool) -> None:
+    bad, good = (torch.nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2))
+    inner = torch.optim.SGD([{"params": [bad]}, {"params": [good]}], lr=0.125)
+    opt = MixedPrecisionOptimizer(inner, loss_scale=8.0, grad_accumulation="fp32")
+    opt.backward(float("inf") * bad.float().sum() + good.float().sum())
+    give_up(opt, bad, good)
+    assert opt.clip_master_grads(100.0).item() == 4.0
+    opt.step() if is_stepped else opt.zero_grad()
+    assert (opt.skipped_steps, good.tolist(), bad.tolist()) == (0, [0.75 if is_stepped else 1.0] * 4, [1.0] * 4)
+
+
+def test_gradients_that_a_load_has_left_are_to_be_read_where_they_count() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5), loss_scale=1.0)
+    opt.backward(2 * weight.float().sum())
+    opt.load_state_dict(opt.state_dict())
+    assert torch.nn.utils.clip_grad_norm_(opt.master_params(), 1.0).item() == 4.0
+    opt.step()
+    assert weight.tolist() == [0.75] * 4

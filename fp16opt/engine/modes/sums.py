@@ -7,7 +7,7 @@ waits to be added to them is Scaled.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...kernels import reference
-from ...kernels.tensor_lists import any_grad, any_there, set_grads
+from ...kernels.tensor_lists import any_grad, any_there
 from ...scaling import LossScaler
 from .. import errors
 from ..dtensors import raw_grad, raw_grads, set_raw_grad
@@ -50,6 +50,7 @@ class SummingState(StepState):
         super().end_backward(stamp)
         if self.stage.is_to_fold and self.stage.sums is not None and not stamp:
             self._mark([grad is None for grad in raw_grads(self.params.models)])
+            self.stage = self.stage._replace(may_be_cleared=True)
 
     def _check_can_sum(self) -> None:
         if self.params.halves_stepped:
@@ -109,14 +110,13 @@ class SummingState(StepState):
             self.reduce()
             sums = self.stage
         grads = [None if is_folded(grad) else grad for grad in look.grads.tensors]
+        if stage.may_be_cleared and sums is not None:
+            sums = self._without_given_up(sums, look)
         with NamingChanges(self.params), torch.inference_mode(False), torch.no_grad():
             if sums is None:
                 self.gradients.forget_true()
                 for each in self.gradients.each:
                     each.stats.reset()
-            elif stage.may_be_cleared and _count_of_ranks() == 1:
-                gone = [at for at, grad in enumerate(look.grads.tensors) if grad is None]
-                set_grads([self.params.masters[at] for at in gone], None)
             for each in self.gradients.each:
                 _fold(each, [grads[at] for at in each.device.positions], stage.scale.inv_scale.to(each.one.device))
         self._free()
@@ -130,6 +130,16 @@ class SummingState(StepState):
             check = self._with_norm(check, scaler)
         stamps = GradientStamp.of(self.params.models), GradientStamp.of(self.params.masters)
         self.stage = Unscaled(stage.scale, *stamps, check, stage.losses, unreduced=unreduced)
+
+    def _without_given_up(self, sums: Unscaled, look: Look) -> Unscaled:
+        """Sums without those of which the user has taken away what stood in their place."""
+        each = enumerate(zip(self.params.models, look.grads.tensors, raw_grads(self.params.masters), strict=True))
+        gone = [at for at, (model, grad, sum_) in each if grad is None and sum_ is not None and takes_place(model)]
+        if gone:
+            self.stage = sums
+            self.leave_alone(gone, look)
+            sums = self.stage
+        return sums
 
     def _free(self) -> None:
         """The model's gradients are in the sums, so that 16-bit ones are freed."""
@@ -166,6 +176,15 @@ class SummingState(StepState):
         self.stage = stage._replace(
             true_stamp=true_stamp, check=check._replace(found=tuple(found)), unreduced=frozenset()
         )
+
+    def follow_params(self, came_from: Sequence[int | None], is_thaw: bool = False) -> None:
+        """As ever; sums are those of the parameters that stay, and were measured anew."""
+        super().follow_params(came_from, is_thaw)
+        sums = self.stage if self.stage.is_sum else self.stage.sums
+        if sums is not None and not is_thaw:
+            true_stamp = sums.true_stamp.moved(came_from, raw_grads(self.params.masters))
+            sums = sums._replace(true_stamp=true_stamp, check=self._found_anew(sums))
+            self.stage = sums if self.stage.is_sum else self.stage._replace(sums=sums)
 
     def reset(self, keeps_true: bool = True, zeros: Grads | None = None) -> None:
         """READY: what stands for sums is taken away."""

@@ -348,7 +348,7 @@ class Monitor:
         found[:, _SUMSQ] *= as_it_lies.square()
         as_it_lies[folded] = inverse
         found[:, _LARGEST] *= as_it_lies
-        if are_true and state.stage.scale is not None and not state.is_own:  # a GradScaler divides them where they lie
+        if are_true and not state.stage.is_own:  # a GradScaler divides them where they lie
             true = of_gradients(list(map(_piece, raw_grads(wrapper.params.masters))), wrapper.device)
             factor = _told_by_grad_scaler(wrapper).to(true)
             found[:, _SUMSQ], found[:, _LARGEST] = true[:, _SUMSQ] * factor.square(), true[:, _LARGEST] * factor
