@@ -604,7 +604,8 @@ class StepState(abc.ABC):
         if type(stage) in (Checked, Unscaled) and not (is_thaw or stage.is_sum):
             self.reset(keeps_true=False)
         else:
-            now = [None] * len(self.params) if type(stage) is Ready else raw_grads(self.params.models)
+            is_new = type(stage) is Ready or stage.is_sum  # no step has used those that came, and no sum has them
+            now = [None] * len(self.params) if is_new else raw_grads(self.params.models)
             self.stage = moved(stage, came_from, now)
 
     def reset(self, keeps_true: bool = True, zeros: Grads | None = None) -> None:

@@ -1128,6 +1128,7 @@ class SummingOracle(Oracle):
         heard: By each scale that had a backward in this step, whether that was not finite.
         has_new_edit: Master gradients were edited since the engine looked.
         has_unseen_drop: Sums were given up since the engine looked: a plain backward before it does is refused later.
+        joins_late: The last backward reached parameters of no group alone: no sum has their gradients.
         was_regrouped: Groups were changed over sums that no clip had closed. The engine may refuse that, now or later.
     """
 
@@ -1136,6 +1137,7 @@ class SummingOracle(Oracle):
     heard: dict[str, bool] = field(default_factory=dict)
     has_new_edit: bool = False
     was_regrouped: bool = False
+    joins_late: bool = False
     has_unseen_drop: bool = False
 
     def now(self) -> tuple[Any, ...]:
@@ -1197,6 +1199,7 @@ class SummingOracle(Oracle):
             p.grad, p.is_used = None, False
         if not self._trues():
             self.stage = Ready()
+            self.joins_late = any(p.grad is not None for p in self.params.values())
             return
         key = "other" if scale is self.other else "own"
         self.heard = {**self.heard, key: self.heard.get(key, False) or found_inf(list(parts.values()))}
@@ -1235,7 +1238,7 @@ class SummingOracle(Oracle):
         self._follow()
         self._look()
         if isinstance(self.stage, Ready) and self.with_grad():
-            if not self.scale.is_one:
+            if not self.scale.is_one or self.joins_late:
                 raise Unspecified
             self._take_plain()
             self._begin_anew()

@@ -190,3 +190,13 @@ def test_gradients_that_a_load_has_left_are_to_be_read_where_they_count() -> Non
     assert torch.nn.utils.clip_grad_norm_(opt.master_params(), 1.0).item() == 4.0
     opt.step()
     assert weight.tolist() == [0.75] * 4
+
+
+def test_a_gradient_that_joins_the_groups_over_sums_is_refused() -> None:
+    first, late = (torch.nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2))
+    opt = MixedPrecisionOptimizer(torch.optim.SGD([first], lr=0.5), grad_accumulation="fp32")
+    opt.backward(first.float().sum() + late.float().sum())
+    opt.add_param_group({"params": [late]})
+    with pytest.raises(RuntimeError, match=f"{REFUSED}.* group 1, param 0"):
+        opt.step()
+    assert first.tolist() == late.tolist() == [1.0] * 4
