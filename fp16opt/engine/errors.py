@@ -97,7 +97,7 @@ NOT_OF_THIS_STEP = Refusal(
 NOT_CLEARED = Refusal(
     "not cleared",
     RuntimeError,
-    """gradients are there that this backward would add to, and they were made at another scale: {names}. Call
+    """gradients are there that this backward would add to, and no backward of this step has made them: {names}. Call
     zero_grad() after each step, also after a skipped one. Where another optimizer's backward left them, clear them; or,
     where both have one scaler, call update_master_grads() of this one after that backward.""",
 )

@@ -94,10 +94,9 @@ class StepState(abc.ABC):
         return (scaler or self.own_scaler()).is_one()
 
     def counts_plain(self, scaler: LossScaler | None = None) -> bool:
-        """Whether gradients that no backward of the engine has made count as true ones: at a static scale of 1.
+        """Whether new gradients of a plain backward are stepped and read as true ones: at a static scale of 1.
 
-        The one place of this rule. What a GradScaler unscales or tells of, what the user hands to
-        ``update_master_grads``, and zeros count at any rate.
+        What a GradScaler divides or tells of, and what the user hands to :meth:`update`, is asked nothing of.
         """
         return self.is_one(scaler)
 
@@ -240,7 +239,7 @@ class StepState(abc.ABC):
 
     def _left_over(self, stage: Ready, look: Look, scaler: LossScaler, may_clear: bool) -> GradientStamp | None:
         """Rule 5: gradients that are there when the first backward of a step begins; None where they may stay."""
-        if self.counts_plain(scaler) or stage.has_zeros(look.grads):
+        if self.is_one(scaler) or stage.has_zeros(look.grads):
             return None
         left = self.gradients.not_zero(look.grads.tensors, self.ranks)
         if not left:
@@ -453,8 +452,9 @@ class StepState(abc.ABC):
         self._end_empty()
         scaler, stage = self.own_scaler(), self.stage
         # The user has, or another optimizer's backward with this scaler; one with another scaler tells no scale.
+        # A static scale of 1 is there for gradients of anybody.
         is_known = type(stage) is Ready and (
-            scaler.last_backward > stage.backwards or LossScaler.backwards == stage.backwards
+            self.is_one() or scaler.last_backward > stage.backwards or LossScaler.backwards == stage.backwards
         )
         self.take_external(look, scaler if is_known else None)
         if type(self.stage) in (Ready, Interrupted) or self.stage.is_to_fold or self.stage.is_sum:
@@ -649,7 +649,7 @@ class StepState(abc.ABC):
         self.steps = 0
         if type(self.stage) is not Interrupted:
             self.reset(keeps_true=False)
-            if self.counts_plain():  # as nothing says any more that a step has used them
+            if self.is_one():  # they add up there, and nothing says any more that a step has used them
                 self.stage = self.stage._replace(stamp=None)
 
     def clear(self, set_to_none: bool) -> None:

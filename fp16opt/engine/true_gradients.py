@@ -55,8 +55,8 @@ class TrueGradients:
             return
         look = state.look()
         if type(state.stage) is Ready:
-            is_new = state.has_new() or state.stage.has_zeros(look.grads)
-            if not (is_new and (state.is_one() if divides else state.counts_plain())):
+            counts = state.stage.has_zeros(look.grads) or (state.has_new() and (divides or state.counts_plain()))
+            if not (counts and state.is_one()):
                 return
             state.take_external(look, state.own_scaler())
         state.bring_up(look, write=True)

@@ -321,9 +321,9 @@ class OptimizerGroup:
 
 
 def _has_used_gradients(optimizer: MixedPrecisionOptimizer) -> bool:
-    """Whether gradients of its last step are still there, and would not count in the next one."""
+    """Whether gradients of its last step are still there, and would not add up with the next ones."""
     state = optimizer.step_state
-    if type(state.stage) is not Ready or state.counts_plain():
+    if type(state.stage) is not Ready or state.is_one():
         return False
     return any(param.grad is not None for param in optimizer.model_params()) and not state.has_new()
 

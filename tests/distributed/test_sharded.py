@@ -278,7 +278,7 @@ def test_gradients_that_are_left_over_or_edited(rank: int, size: int) -> None:
     opt = wrap(net)
     opt.backward(loss_of(net, 0, rank))
     opt.step()
-    where = "made at another scale: a parameter's piece on another rank" if rank else "made at another scale: a.weight"
+    where = "has made them: a parameter's piece on another rank" if rank else "has made them: a.weight"
     assert where in raised(RuntimeError, lambda: opt.backward(loss_of(net, 1, rank)))
     net = sharded(Net())
     opt = wrap(net, SGD(net.parameters(), lr=2.0**-6))
