@@ -220,12 +220,21 @@ def test_prepared_optimizers_are_taken_as_they_are(tmp_path: Path) -> None:
 # -- Accelerate's own class --------------------------------------------------------------------------------------------
 
 
-def test_our_scaler_in_accelerates_own_class() -> None:
-    """It drives the wrapper: skips, clip and scheduler as by hand. On a CPU Accelerate alone would not unscale."""
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16")
-    scaler = use_fp16opt_scaler(accelerator, init_scale=OVERFLOWING, growth_interval=5)
-    assert isinstance(scaler, GradScaler)
-    assert accelerator.scaler is scaler
+@pytest.mark.parametrize(
+    "made", [None, torch.amp.GradScaler, GradScaler], ids=["use_fp16opt_scaler", "torch's", "ours, put there"]
+)
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_a_scaler_in_accelerates_own_class_drives_the_wrapper(made: Any, clear: str) -> None:
+    """The wrapper counts the skips. Accelerate's own class sees none, so that its schedulers go on; with
+    use_fp16opt_scaler, skips, clip and scheduler are as by hand. On a CPU Accelerate alone would not unscale.
+    """
+    ours, settings = made is None, {"init_scale": OVERFLOWING, "growth_interval": 5}
+    accelerator = accelerate.Accelerator(cpu=True, **({"mixed_precision": "fp16"} if ours else {}))
+    scaler = use_fp16opt_scaler(accelerator, **settings) if ours else made("cpu", **settings)
+    assert isinstance(scaler, made or GradScaler)
+    if ours:
+        assert accelerator.scaler is scaler
+    accelerator.scaler = scaler
     net = network(HALF)
     bare = adamw(net.parameters())
     opt = MixedPrecisionOptimizer(bare, fused_step=False)
@@ -235,18 +244,20 @@ def test_our_scaler_in_accelerates_own_class() -> None:
         loss = loss_of(net, batch, HALF)
         losses.append(loss.item())
         accelerator.backward(loss)
-        accelerator.clip_grad_value_(net.parameters(), 0.125)
+        if ours:
+            accelerator.clip_grad_value_(net.parameters(), 0.125)
         optimizer.step()
         skipped.append(accelerator.optimizer_step_was_skipped)
         scheduler.step()
-        optimizer.zero_grad()
-    hand = by_hand(HALF, data, clip_value=0.125, schedule=halving, waits=True)
+        (net if clear == "model" else optimizer).zero_grad()
+    hand = by_hand(HALF, data, clip_value=0.125 if ours else None, schedule=halving, waits=ours)
     assert losses == hand.losses
     assert_same_weights(net, opt, hand)
-    assert skipped == hand.skipped
-    assert sum(skipped) > 1
-    with pytest.raises(RuntimeError, match="optimizers were prepared already, with the scaler that was there"):
-        use_fp16opt_scaler(accelerator)
+    assert skipped == (hand.skipped if ours else [False] * STEPS)
+    assert opt.skipped_steps == sum(hand.skipped) > 1
+    if ours:
+        with pytest.raises(RuntimeError, match="optimizers were prepared already, with the scaler that was there"):
+            use_fp16opt_scaler(accelerator)
 
 
 def test_our_scaler_with_fp32_weights_under_autocast() -> None:

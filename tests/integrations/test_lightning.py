@@ -23,7 +23,6 @@ from lightning.pytorch.utilities import grad_norm
 
 from fp16opt import DynamicLossScaler, Loaded, MixedPrecisionOptimizer, load_foreign
 from fp16opt.integrations.lightning import FabricMasterWeightsPrecision, MasterWeightsPrecision
-from fp16opt.integrations.optimizer_group import OptimizerGroup, SharedLossScaler
 from integrations import by_fabric
 from integrations.by_lightning import PRECISIONS, Manual, Module, fit, optimizer_of
 from integrations.byhand import (
@@ -213,49 +212,6 @@ def test_several_optimizers_share_a_scale_that_follows_once_all_have_stepped(tmp
         assert_same_weights(net, opt, hand)
         assert opt.skipped_steps == sum(hand.skipped)
     assert sum(hands[0].skipped) != sum(hands[1].skipped), "one overflows where the other does not"
-
-
-def test_two_nets_resume_in_the_middle_of_a_round(tmp_path: Path) -> None:
-    """Also where one has stepped and the other has not: what the first found is in the file."""
-    shared = DynamicLossScaler(1024.0, growth_interval=3)
-    nets = [network(HALF), network(HALF, seed=5)]
-    both = OptimizerGroup([adamw(net.parameters()) for net in nets], options={"scaler": shared})
-    one, other = both.optimizers
-    batch = batches(1)[0]
-    for opt, net, factor in ((one, nets[0], 1e9), (other, nets[1], 1.0)):
-        with both.backward(loss_of(net, batch, HALF) * factor) as scaled:
-            scaled.backward()
-        opt.step()
-        opt.zero_grad()
-        if opt is one:
-            assert one.step_was_skipped
-            assert float(shared.scale) == 1024.0, "the round is open"
-            states = [each.state_dict() for each in both.optimizers]
-    assert float(shared.scale) == 512.0
-    again = OptimizerGroup([adamw(network(HALF, seed).parameters()) for seed in (0, 5)], options={"dynamic": True})
-    for each, state in zip(again.optimizers, states, strict=True):
-        each.load_state_dict(state)
-    assert again.optimizers[0].loss_scale == 1024.0
-    with again.backward(sum(p.float().sum() for p in again.optimizers[1].model_params())) as scaled:
-        scaled.backward()
-    again.optimizers[1].step()
-    assert again.optimizers[1].loss_scale == 512.0
-
-
-def test_one_that_steps_twice_before_the_others_ends_the_round() -> None:
-    """As a discriminator that is trained more often: its overflows are heard of, one step late."""
-    weights = [nn.Parameter(torch.ones(2, dtype=HALF)) for _ in range(2)]
-    both = OptimizerGroup([torch.optim.SGD([w], lr=0.5) for w in weights], options={"scaler": DynamicLossScaler(64.0)})
-    first = both.optimizers[0]
-    for loss_scale in (64.0, 32.0):
-        assert first.loss_scale == 64.0
-        with both.backward(weights[0].float().sum() * float("inf")) as scaled:
-            scaled.backward()
-        first.step()
-        first.zero_grad()
-        assert first.loss_scale == loss_scale
-    assert isinstance(first.scaler, SharedLossScaler)
-    assert "of 2 optimizers" in repr(first.scaler)
 
 
 def test_optimizers_that_are_wrapped_already_stay(tmp_path: Path) -> None:

@@ -5,34 +5,27 @@ Each test is a row of a table that was made before the engine was rebuilt, where
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from contract import reference
 from torch import Tensor
 
 pytest.importorskip("lightning")
-pytest.importorskip("accelerate")
 
-import accelerate
 import lightning
 
-from fp16opt import GradScaler, MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer
 from integrations.by_lightning import Module, fit
 from integrations.byhand import (
     BF16,
     HALF,
-    OVERFLOWING,
     STEPS,
     adamw,
     assert_same_run,
-    assert_same_weights,
     batches,
     by_hand,
-    halving,
     loss_of,
     network,
     scaled,
@@ -134,37 +127,3 @@ def test_fabric_with_scale_loss_and_clip_gradients() -> None:
         optimizer.zero_grad()
     hand = by_hand(HALF, data, scale=reference.Scale(256.0), clip_value=0.125)
     assert_same_run(losses, model, opt, hand)
-
-
-# -- Accelerate --------------------------------------------------------------------------------------------------------
-
-
-def prepared(options: dict[str, Any], dtype: torch.dtype = HALF, scaler: Any = None) -> Any:
-    accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.scaler = scaler
-    net = network(dtype)
-    bare = adamw(net.parameters())
-    opt = MixedPrecisionOptimizer(bare, **options)
-    net, optimizer, scheduler = accelerator.prepare(net, opt, halving(bare))
-    return accelerator, net, opt, optimizer, scheduler
-
-
-@pytest.mark.parametrize("made", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
-@pytest.mark.parametrize("clear", ["optimizer", "model"])
-def test_a_scaler_of_accelerates_drives_the_wrapper(made: Callable[..., Any], clear: str) -> None:
-    """The wrapper counts the skips. Accelerate's own class sees none, so that its schedulers go on."""
-    scaler = made("cpu", init_scale=OVERFLOWING, growth_interval=5)
-    accelerator, net, opt, optimizer, scheduler = prepared({"fused_step": False}, scaler=scaler)
-    data, losses = batches(STEPS), []
-    for batch in data:
-        loss = loss_of(net, batch, HALF)
-        losses.append(loss.item())
-        accelerator.backward(loss)
-        optimizer.step()
-        assert not accelerator.optimizer_step_was_skipped
-        scheduler.step()
-        (net if clear == "model" else optimizer).zero_grad()
-    hand = by_hand(HALF, data, schedule=halving)
-    assert losses == hand.losses
-    assert_same_weights(net, opt, hand)
-    assert opt.skipped_steps == sum(hand.skipped) > 1
