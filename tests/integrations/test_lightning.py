@@ -366,32 +366,21 @@ def finetuned(tmp_path: Path, epochs: int, **options: Any) -> lightning.Trainer:
 def test_a_backbone_that_is_unfrozen_gets_masters(tmp_path: Path) -> None:
     made = finetuned(tmp_path, 3)
     net = network(HALF)
-    parts = [list(net[3].parameters()), list(net[:3].parameters())]
-    masters = [[nn.Parameter(param.detach().float()) for param in part] for part in parts]
-    optimizer, losses = adamw(masters[0]), []
+    net[:3].requires_grad_(False)
+    hand = ByHand(net, scale=reference.Scale(256.0))
     for epoch in range(3):
         if epoch == 1:
-            optimizer.add_param_group({"params": masters[1], "lr": 2.0**-8})
+            net.requires_grad_(True)
+            backbone = ByHand(net[:3])
+            hand.models += backbone.models
+            hand.masters += backbone.masters
+            hand.optimizer.add_param_group({"params": backbone.masters, "lr": 2.0**-8})
         if epoch == 2:
-            for group in optimizer.param_groups:
+            for group in hand.optimizer.param_groups:
                 group["lr"] /= 2.0
-        pairs = list(zip(parts[0], masters[0], strict=True))
-        pairs += list(zip(parts[1], masters[1], strict=True)) if epoch else []
-        for batch in batches(8):
-            net.zero_grad()
-            loss = loss_of(net, batch, HALF)
-            losses.append(loss.item())
-            (loss * 256.0).backward()
-            for param, master in pairs:
-                master.grad = reference.unscaled(param.grad, 256.0)
-            optimizer.step()
-            with torch.no_grad():
-                for param, master in pairs:
-                    param.copy_(master)
-    assert made.lightning_module.losses == losses
-    assert_same(
-        [m.data for m in optimizer_of(made).master_params()], [m.data for m in masters[0] + masters[1]], "masters"
-    )
+        hand.train(batches(8), HALF)
+    assert made.lightning_module.losses == hand.losses
+    assert_same([m.data for m in optimizer_of(made).master_params()], [m.data for m in hand.masters], "masters")
     assert_same(made.lightning_module.net.state_dict(), net.state_dict(), "model")
 
 
@@ -463,27 +452,18 @@ def test_fabrics_several_optimizers_come_in_one_call() -> None:
         plugin.wrap(adamw(nets[0].parameters()))
 
 
-class Toggling(lightning.LightningModule):
-    """Two networks, of which one is switched off while the other is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.one, self.two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+class Toggling(TwoNets):
+    """One is switched off while the other is trained."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        first = self.optimizers()[0]  # type: ignore[index]
-        self.toggle_optimizer(first)
-        self.manual_backward(self.two(self.one(torch.ones(2, 4).to(self.one.weight.dtype))).float().sum())
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.one, self.two)]
+        self.toggle_optimizer(self.optimizers()[0])  # type: ignore[index]
+        super().training_step(batch, batch_idx)
 
 
 def test_toggled_optimizers_are_refused(tmp_path: Path) -> None:
     """Lightning switches off masters, and the model's weights would go on making gradients."""
     with pytest.raises(RuntimeError, match="toggle_optimizer switches off what the other optimizers hold"):
-        fit(Toggling(), MasterWeightsPrecision("16-true"), tmp_path, [0], steps=1)
+        fit(Toggling(), MasterWeightsPrecision("16-true"), tmp_path, batches(1), steps=1)
 
 
 class Norms(Module):
