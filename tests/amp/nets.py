@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,16 @@ def sgd(model: nn.Module, **kwargs: Any) -> torch.optim.SGD:
 def made(level: str, **kwargs: Any) -> tuple[Any, Any]:
     model = net()
     return amp.initialize(model, sgd(model), opt_level=level, verbosity=0, **kwargs)
+
+
+def backward(
+    model: Any, optimizer: Any, factor: float = 1.0, bad: Mapping[str, float] | None = None, **options: Any
+) -> None:
+    """Of a loss; gradients that ``bad`` names get such an element before the context is left."""
+    with amp.scale_loss(F.cross_entropy(model(X).float(), Y) * factor, optimizer, **options) as scaled:
+        scaled.backward()
+        for name, value in (bad or {}).items():
+            model.get_parameter(name).grad.view(-1)[0] = value
 
 
 def train(model: Any, optimizer: Any, steps: int, zero: Callable[[Any, Any], None] | None = None) -> list[float]:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_examples import EXAMPLES, run_example
 
-import fp16opt
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "apex"
 MISSING = [name for name in ("sklearn", "tqdm", "PIL") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.skipif(not EXAMPLES.is_dir(), reason="run from an installed package, without the repository"),
@@ -24,20 +19,7 @@ pytestmark = [
 
 
 def run(name: str, output: Path, *arguments: str) -> str:
-    package = str(Path(fp16opt.__file__).resolve().parent.parent)
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), "--short", "--quiet", "--output", str(output), *arguments],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=output,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr, done.stderr
-    return done.stdout
+    return run_example(f"apex/{name}", output, "--short", "--quiet", *arguments)
 
 
 def flat(value: Any) -> list[Any]:

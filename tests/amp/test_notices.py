@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fp16opt import amp
 
-from .nets import X, Y, net, sgd
+from .nets import X, Y, backward, net, sgd
 
 
 def test_the_notice_names_only_losses_of_the_step_that_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
@@ -23,8 +23,7 @@ def test_the_notice_names_only_losses_of_the_step_that_is_skipped(caplog: pytest
     def notice(optimizer: Any, model: Any, losses: dict[int, float]) -> list[str]:
         caplog.clear()
         for loss_id, factor in losses.items():
-            with amp.scale_loss(F.cross_entropy(model(X), Y) * factor, optimizer, loss_id=loss_id) as scaled:
-                scaled.backward()
+            backward(model, optimizer, factor, loss_id=loss_id)
         with caplog.at_level(logging.INFO):
             optimizer.step()
         optimizer.zero_grad()
@@ -43,8 +42,7 @@ def test_the_notice_of_an_overflow_that_a_clean_backward_follows(caplog: pytest.
     optimizer = sgd(model)
     amp.initialize(model, optimizer, opt_level="O2")
     for factor in (float("inf"), 1.0):
-        with amp.scale_loss(F.cross_entropy(model(X), Y) * factor, optimizer) as scaled:
-            scaled.backward()
+        backward(model, optimizer, factor)
     with caplog.at_level(logging.INFO):
         optimizer.step()
     assert len(caplog.records) == 1

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import interpreters
 import pytest
 import torch
+from as_apex.runs import python
 from engine.checks import assert_same, assert_same_bits, snapshot
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -207,10 +207,7 @@ state = torch.load("old.pt", weights_only=False)["optimizer"]
 scaler = state["loss_scaler"]
 print(type(scaler).__module__, scaler.cur_scale, scaler._unskipped, scaler.scale_window, scaler.scale_factor)
 """
-    import fp16opt
-
-    path = os.pathsep.join([str(Path(fp16opt.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = interpreters.python("-c", code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
+    done = python(tmp_path, "-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["fp16opt.fp16_utils.loss_scalers", "4096.0", "17", "1000", "2.0"]
 

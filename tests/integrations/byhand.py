@@ -10,14 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from contract import reference
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from fp16opt import DynamicLossScaler, kernels
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, kernels
+from fp16opt.distributed import fp32_state_dict
 
 HALF, BF16 = torch.float16, torch.bfloat16
+every_dtype = pytest.mark.parametrize("dtype", [HALF, BF16], ids=["fp16", "bf16"])
 STEPS = 24
 ONE_PASS = 2 * STEPS  # units in the last place: a kernel's step and torch's each round once a step, see tests/fused
 LIGHTNING = {  # arguments of a Trainer that trains here and writes nothing
@@ -198,57 +201,21 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach() if full is None else full()
 
 
-class AccelerateLoop:
-    """A training as Accelerate's documentation writes it, one batch after the other."""
+@dataclass
+class Trained:
+    """What a trainer has trained.
 
-    accelerator: Any
-    net: Any
-    optimizer: Any
-    scheduler: Any = None
-    dtype = HALF
+    Attributes:
+        made: What the trainer has of it: its loop, itself.
+        norms: Before clips, of steps that were taken. None where the trainer doesn't tell, as for the skips.
+    """
 
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.skipped: list[bool] = []
-
-    def train(self, data: Any, clip: float | None = None, clip_value: float | None = None) -> Any:
-        for batch in data:
-            with self.accelerator.accumulate(self.net):
-                loss = loss_of(self.net, batch, self.dtype)
-                self.losses.append(loss.item())
-                self.accelerator.backward(loss)
-                if self.accelerator.sync_gradients and clip is not None:
-                    self.norms.append(float(self.accelerator.clip_grad_norm_(self.net.parameters(), clip)))
-                if self.accelerator.sync_gradients and clip_value is not None:
-                    self.accelerator.clip_grad_value_(self.net.parameters(), clip_value)
-                self.optimizer.step()
-                if self.accelerator.sync_gradients:
-                    self.skipped.append(self.accelerator.optimizer_step_was_skipped)
-                if self.scheduler is not None:
-                    self.scheduler.step()
-                self.optimizer.zero_grad()
-        return self
-
-
-class Regressor(nn.Module):
-    """What the Trainer trains: a module whose forward returns its loss."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.net = network(dtype)
-        self.losses: list[float] = []
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        loss = loss_of(self.net, (x, labels), next(self.net.parameters()).dtype)
-        if self.training:
-            self.losses.append(loss.item())
-        return {"loss": loss, "logits": self.net(x.to(self.net[0].weight.dtype))}
-
-
-def rows(count: int) -> list[dict[str, Tensor]]:
-    """Single samples, of which 4 are a micro-batch of ``batches``."""
-    return [{"x": a, "labels": b} for x, y in batches(count) for a, b in zip(x, y, strict=True)]
+    losses: list[float]
+    model: nn.Module
+    optimizer: MixedPrecisionOptimizer
+    made: Any
+    norms: list[float] | None = None
+    skipped: list[bool] | None = None
 
 
 # -- checks of programs for ranks ------------------------------------------------------------------------------------
@@ -260,9 +227,12 @@ def check_masters(what: str, got: Any, want: Any) -> None:
             raise SystemExit(f"{what}: master {number} is off by {(whole(mine) - whole(theirs)).abs().max()}")
 
 
-def check_run(what: str, losses: list[float], skipped: Any, hand: ByHand) -> None:
-    if losses != hand.losses or skipped != hand.skipped or not any(skipped):
-        raise SystemExit(f"{what}: losses {losses}, wanted {hand.losses}; skips {skipped}, wanted {hand.skipped}")
+def exported(model: nn.Module, optimizer: Any) -> tuple[list[Tensor], int]:
+    """(whole FP32 weights on the first rank, the steps that the optimizer has counted). Collective."""
+    found = fp32_state_dict(model, optimizer)
+    inner = optimizer if isinstance(optimizer, MixedPrecisionOptimizer) else optimizer.optimizer
+    names = [name.removeprefix("module.") for name, _ in model.named_parameters()]  # of DDP
+    return [found[name] for name in names if name in found], inner.steps_counted()
 
 
 def raised(error: type[Exception], message: str, call: Any) -> None:

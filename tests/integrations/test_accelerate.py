@@ -1,7 +1,8 @@
-"""Accelerate: 24 steps of its loop are those of a loop by hand; clips, skips and files go with the masters."""
+"""Accelerate: clips, what is prepared and in which order, its own class with our scaler, refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ pytest.importorskip("accelerate")
 
 import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState
 
 import fp16opt.distributed
 from fp16opt import (
@@ -30,15 +30,13 @@ from fp16opt import (
 from fp16opt.fp16_utils import FP16_Optimizer
 from fp16opt.integrations.accelerate import Accelerator, use_fp16opt_scaler
 from fp16opt.integrations.optimizer_group import SharedLossScaler
+from integrations.by_accelerate import Loop
 from integrations.byhand import (
     BF16,
     HALF,
-    ONE_PASS,
     OVERFLOWING,
     STEPS,
-    AccelerateLoop,
     adamw,
-    assert_same_run,
     assert_same_weights,
     batches,
     by_hand,
@@ -48,104 +46,15 @@ from integrations.byhand import (
     scaled,
 )
 
-DTYPES = {"fp16": HALF, "bf16": BF16}
-every_dtype = pytest.mark.parametrize("precision", DTYPES)
+DEEPSPEED = accelerate.utils.DistributedType.DEEPSPEED
 pytestmark = pytest.mark.filterwarnings("error:.*lr_scheduler.*")
-
-
-def masters(precision: str, **options: Any) -> dict[str, Any]:
-    return scaled(DTYPES[precision], **{"fused_step": False, **options})
-
-
-class Loop(AccelerateLoop):
-    """One that is prepared here: the optimizer before its model."""
-
-    def __init__(
-        self, precision: str, micro: int = 1, master_weights: dict[str, Any] | None = None, scheduled: bool = True
-    ) -> None:
-        self.dtype = DTYPES[precision]
-        self.accelerator = Accelerator(
-            cpu=True,
-            gradient_accumulation_steps=micro,
-            master_weights=masters(precision) if master_weights is None else master_weights,
-        )
-        net = network(self.dtype)
-        optimizer = adamw(net.parameters())
-        scheduler = halving(optimizer) if scheduled else None
-        prepared = self.accelerator.prepare(*filter(None, [optimizer, net, scheduler]))
-        self.optimizer, self.net = prepared[:2]
-        self.scheduler = prepared[2] if scheduled else None
-        super().__init__()
-
-
-RUNS: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (1, {}),
-    "clip": (1, {"clip": 0.5}),
-    "by value": (1, {"clip_value": 0.125}),
-    "two micro-batches": (2, {}),
-    "all of it": (2, {"clip": 0.5, "clip_value": 0.125}),
-}
-
-
-@every_dtype
-@pytest.mark.parametrize("run", RUNS)
-def test_accelerates_loop_is_the_loop_by_hand(precision: str, run: str) -> None:
-    """The optimizer comes before its model, and a scheduler waits for skips, as Accelerate's do."""
-    micro, told = RUNS[run]
-    data = batches(STEPS * micro)
-    loop = Loop(precision, micro).train(data, **told)
-    hand = by_hand(DTYPES[precision], data, micro=micro, schedule=halving, waits=True, **told)
-    assert_same_run(loop.losses, loop.net, loop.optimizer.optimizer, hand)
-    assert loop.skipped == hand.skipped
-    assert loop.scheduler.get_last_lr() == hand.scheduler.get_last_lr()
-    if precision == "fp16":
-        assert 2 <= sum(hand.skipped) < STEPS / 2
-    if "clip" in told:
-        assert [norm for norm, skipped in zip(loop.norms, loop.skipped, strict=True) if not skipped] == hand.norms
-
-
-@every_dtype
-def test_by_default_it_is_the_engines_own_step(precision: str) -> None:
-    """One-pass steps, to the bit of those that are driven without Accelerate, and within their bounds of the loop."""
-    data = batches(2 * STEPS)
-    loop = Loop(precision, 2, scaled(DTYPES[precision]), scheduled=False).train(data, clip=0.5)
-    net = network(DTYPES[precision])
-    opt = MixedPrecisionOptimizer(adamw(net.parameters()), **scaled(DTYPES[precision]))
-    for start in range(0, len(data), 2):
-        opt.zero_grad()
-        for batch in data[start : start + 2]:
-            opt.backward(loss_of(net, batch, DTYPES[precision]) / 2)
-        opt.clip_master_grads(0.5)
-        opt.step()
-    for mine, want in zip(loop.optimizer.optimizer.master_params(), opt.master_params(), strict=True):
-        assert torch.equal(mine, want)
-    assert loop.optimizer.optimizer.loss_scale == opt.loss_scale
-    hand = by_hand(DTYPES[precision], data, micro=2, clip=0.5)
-    assert_same_weights(loop.net, loop.optimizer.optimizer, hand, ONE_PASS)
-
-
-@every_dtype
-@pytest.mark.parametrize("fused", [False, "auto"], ids=["torch's step", "one pass"])
-def test_saved_in_the_middle_it_ends_in_the_same_bits(precision: str, fused: Any, tmp_path: Path) -> None:
-    data = batches(2 * STEPS)
-    whole = Loop(precision, 2, masters(precision, fused_step=fused)).train(data, clip=0.5)
-    half = Loop(precision, 2, masters(precision, fused_step=fused)).train(data[:STEPS], clip=0.5)
-    half.accelerator.save_state(tmp_path / "half")
-    rest = Loop(precision, 2, masters(precision, fused_step=fused))
-    rest.accelerator.load_state(tmp_path / "half")
-    rest.train(data[STEPS:], clip=0.5)
-    assert rest.losses == whole.losses[STEPS:]
-    one, other = rest.optimizer.state_dict(), whole.optimizer.state_dict()
-    assert_same(one, other, "optimizer")
-    assert_same(dict(rest.net.state_dict()), dict(whole.net.state_dict()), "model")
-    assert rest.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 
 def test_some_parameters_are_clipped_by_their_own_norm() -> None:
-    loop = Loop("fp16", master_weights={"loss_scale": 64.0, "fused_step": False}, scheduled=False)
+    loop = Loop(HALF, loss_scale=64.0, fused_step=False)
     batch = batches(1)[0]
     loop.accelerator.backward(loss_of(loop.net, batch, HALF))
     grads = [reference.unscaled(param.grad, 64.0) for param in loop.net.parameters()]
@@ -185,12 +94,12 @@ def test_two_optimizers_are_clipped_by_one_norm_and_share_a_scale() -> None:
 
 
 def test_a_clip_by_value_hides_no_overflow() -> None:
-    loop = Loop("fp16", scheduled=False).train(batches(3), clip_value=0.1)
+    loop = Loop(HALF, **scaled(HALF)).train(batches(3), clip_value=0.1)
     assert loop.skipped == [True, True, True]
 
 
 def test_a_clip_in_the_middle_of_an_accumulation_is_refused() -> None:
-    loop = Loop("fp16", 2, scheduled=False)
+    loop = Loop(HALF, 2, **scaled(HALF))
     with loop.accelerator.accumulate(loop.net):
         loop.accelerator.backward(loss_of(loop.net, batches(1)[0], HALF))
         for clip in (loop.accelerator.clip_grad_norm_, loop.accelerator.clip_grad_value_):
@@ -271,27 +180,19 @@ def test_schedule_free_takes_the_model_along() -> None:
     assert all(map(torch.equal, trained, net.parameters()))
 
 
-@pytest.mark.parametrize(("kind", "precision", "words"), [("fp16", "bf16", 1), ("bf16", "bf16", 0), ("fp16", "no", 0)])
+@pytest.mark.parametrize(("dtype", "precision", "words"), [(HALF, "bf16", 1), (BF16, "bf16", 0), (HALF, "no", 0)])
 def test_fp16_weights_under_bf16_autocast_are_told_of(
-    kind: str, precision: str, words: int, caplog: pytest.LogCaptureFixture
+    dtype: torch.dtype, precision: str, words: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, master_weights={})
-    net = network(DTYPES[kind])
-    accelerator.prepare(net, adamw(net.parameters()))
+    Loop(dtype, told={"mixed_precision": precision})
     told = [message for message in caplog.messages if "FP16 weights run under BF16 autocast" in message]
     assert len(told) == words
     assert all("bf16=False" in message for message in told)
 
 
-@pytest.mark.parametrize("given", [True, "dynamic", 2.0])
-def test_options_are_a_dict(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"master_weights: expected a dict of .*, or None, got (bool|str|float)"):
-        Accelerator(cpu=True, master_weights=given)
-
-
 def test_prepared_optimizers_are_taken_as_they_are(tmp_path: Path) -> None:
     """By what asks for the wrapper: monitor, averages, files, diagnosis."""
-    loop = Loop("fp16", master_weights={"loss_scale": 64.0}, scheduled=False)
+    loop = Loop(HALF, loss_scale=64.0)
     records: list[Any] = []
     averaged = AveragedMasters(loop.net, loop.optimizer, ema(0.5))
     with Monitor(loop.optimizer, every=1, to=records.append):
@@ -319,12 +220,21 @@ def test_prepared_optimizers_are_taken_as_they_are(tmp_path: Path) -> None:
 # -- Accelerate's own class --------------------------------------------------------------------------------------------
 
 
-def test_our_scaler_in_accelerates_own_class() -> None:
-    """It drives the wrapper: skips, clip and scheduler as by hand. On a CPU Accelerate alone would not unscale."""
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16")
-    scaler = use_fp16opt_scaler(accelerator, init_scale=OVERFLOWING, growth_interval=5)
-    assert isinstance(scaler, GradScaler)
-    assert accelerator.scaler is scaler
+@pytest.mark.parametrize(
+    "made", [None, torch.amp.GradScaler, GradScaler], ids=["use_fp16opt_scaler", "torch's", "ours, put there"]
+)
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_a_scaler_in_accelerates_own_class_drives_the_wrapper(made: Any, clear: str) -> None:
+    """The wrapper counts the skips. Accelerate's own class sees none, so that its schedulers go on; with
+    use_fp16opt_scaler, skips, clip and scheduler are as by hand. On a CPU Accelerate alone would not unscale.
+    """
+    ours, settings = made is None, {"init_scale": OVERFLOWING, "growth_interval": 5}
+    accelerator = accelerate.Accelerator(cpu=True, **({"mixed_precision": "fp16"} if ours else {}))
+    scaler = use_fp16opt_scaler(accelerator, **settings) if ours else made("cpu", **settings)
+    assert isinstance(scaler, made or GradScaler)
+    if ours:
+        assert accelerator.scaler is scaler
+    accelerator.scaler = scaler
     net = network(HALF)
     bare = adamw(net.parameters())
     opt = MixedPrecisionOptimizer(bare, fused_step=False)
@@ -334,18 +244,20 @@ def test_our_scaler_in_accelerates_own_class() -> None:
         loss = loss_of(net, batch, HALF)
         losses.append(loss.item())
         accelerator.backward(loss)
-        accelerator.clip_grad_value_(net.parameters(), 0.125)
+        if ours:
+            accelerator.clip_grad_value_(net.parameters(), 0.125)
         optimizer.step()
         skipped.append(accelerator.optimizer_step_was_skipped)
         scheduler.step()
-        optimizer.zero_grad()
-    hand = by_hand(HALF, data, clip_value=0.125, schedule=halving, waits=True)
+        (net if clear == "model" else optimizer).zero_grad()
+    hand = by_hand(HALF, data, clip_value=0.125 if ours else None, schedule=halving, waits=ours)
     assert losses == hand.losses
     assert_same_weights(net, opt, hand)
-    assert skipped == hand.skipped
-    assert sum(skipped) > 1
-    with pytest.raises(RuntimeError, match="optimizers were prepared already, with the scaler that was there"):
-        use_fp16opt_scaler(accelerator)
+    assert skipped == (hand.skipped if ours else [False] * STEPS)
+    assert opt.skipped_steps == sum(hand.skipped) > 1
+    if ours:
+        with pytest.raises(RuntimeError, match="optimizers were prepared already, with the scaler that was there"):
+            use_fp16opt_scaler(accelerator)
 
 
 def test_our_scaler_with_fp32_weights_under_autocast() -> None:
@@ -372,31 +284,63 @@ def test_our_scaler_with_fp32_weights_under_autocast() -> None:
         optimizer.zero_grad()
 
 
-def test_our_scaler_is_refused_where_nobody_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16")
-    kind = accelerate.utils.DistributedType.DEEPSPEED
-    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: kind))
-    with pytest.raises(ValueError, match="accelerator: DEEPSPEED scales by itself, and would not ask this scaler"):
-        use_fp16opt_scaler(accelerator)
+def ours(**told: Any) -> Any:
+    return use_fp16opt_scaler(accelerate.Accelerator(cpu=True, **told))
 
 
-def test_our_scaler_needs_fp16() -> None:
-    with pytest.raises(ValueError, match="accelerator: expected mixed_precision=\"fp16\", got 'no'"):
-        use_fp16opt_scaler(accelerate.Accelerator(cpu=True))
+def sharded_by_fsdp1() -> Any:
+    """Pieces, as they are marked, don't tell which part of a weight they are."""
+    net = network(HALF)
+    for param in net.parameters():
+        param._fsdp_flattened = True  # type: ignore[attr-defined]
+    return Accelerator(cpu=True, master_weights={}).prepare(net, adamw(net.parameters()))
 
 
-def test_two_scales_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AcceleratorState, "mixed_precision", property(lambda self: "fp16"))
-    monkeypatch.setattr(accelerate.Accelerator, "__init__", lambda self, **_: setattr(self, "scaler", object()))
-    with pytest.raises(ValueError, match="Accelerate would scale the loss a second time"):
-        Accelerator(master_weights={})
+REFUSED: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
+    "our scaler, DeepSpeed's": (
+        lambda: ours(mixed_precision="fp16"),
+        DEEPSPEED,
+        ValueError,
+        "accelerator: DEEPSPEED scales by itself, and would not ask this scaler",
+    ),
+    "our scaler, no FP16": (
+        lambda: ours(),
+        None,
+        ValueError,
+        "accelerator: expected mixed_precision=\"fp16\", got 'no'",
+    ),
+    "DeepSpeed": (
+        lambda: Accelerator(cpu=True, master_weights={}),
+        DEEPSPEED,
+        ValueError,
+        "master_weights: DEEPSPEED keeps masters of its own",
+    ),
+    "two scales": (
+        lambda: Accelerator(cpu=True, mixed_precision="fp16", master_weights={}),
+        None,
+        ValueError,
+        "or from ACCELERATE_MIXED_PRECISION, too: Accelerate would scale the loss a second time",
+    ),
+    "FSDP1": (sharded_by_fsdp1, None, ValueError, r"FullyShardedDataParallel \(FSDP1\)"),
+    **{
+        f"options: {given!r}": (
+            lambda given=given: Accelerator(cpu=True, master_weights=given),
+            None,
+            TypeError,
+            f"master_weights: expected a dict of .*, or None, got {type(given).__name__}",
+        )
+        for given in (True, "dynamic", 2.0)
+    },
+}
 
 
-def test_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = accelerate.utils.DistributedType.DEEPSPEED
-    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: kind))
-    with pytest.raises(ValueError, match="master_weights: DEEPSPEED keeps masters of its own"):
-        Accelerator(cpu=True, master_weights={})
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, distributed, error, words = REFUSED[case]
+    if distributed is not None:
+        monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: distributed))
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_fp16_weights_without_master_weights_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -415,17 +359,3 @@ def test_fp16_weights_without_master_weights_are_told_of_once(caplog: pytest.Log
         accelerator.prepare(net, adamw(net.parameters()))
     assert len(told()) == 1
     assert 'Write Accelerator(master_weights={"dynamic": True}).' in told()[0]
-
-
-def test_where_fp16_was_asked_for_is_named() -> None:
-    with pytest.raises(ValueError, match=r"or from ACCELERATE_MIXED_PRECISION, too: Accelerate would scale the loss a"):
-        Accelerator(cpu=True, mixed_precision="fp16", master_weights={})
-
-
-def test_fsdp1_is_refused_by_name() -> None:
-    """Its pieces, as they are marked, don't tell which part of a weight they are."""
-    net = network(HALF)
-    for param in net.parameters():
-        param._fsdp_flattened = True  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"FullyShardedDataParallel \(FSDP1\)"):
-        Accelerator(cpu=True, master_weights={}).prepare(net, adamw(net.parameters()))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,21 @@ from torch import nn
 
 import fp16opt.optim
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
-from integrations.byhand import BF16, HALF, STEPS, Regressor, batches, loss_of, network, rows
+from integrations.byhand import BF16, HALF, STEPS, batches, loss_of, network
 
 TOLD = {"lr": 2.0**-6, "weight_decay": 0.125, "betas": (0.8, 0.95)}
 
 
-@pytest.mark.parametrize("name", ["hydra", "jsonargparse"])
-def test_what_makes_them_is_here_where_it_must_be(name: str) -> None:
-    """The stage of the CI that installs the trainers says so; else these tests would be skipped unseen."""
-    if os.environ.get("FP16OPT_REQUIRE_TRAINERS") != "1" and importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed (requirements/trainers.txt)")
-    assert importlib.util.find_spec(name) is not None
+def by_wrapper(clip: float | None, params: Callable[[nn.Module], Any] = nn.Module.parameters) -> nn.Module:
+    """The BF16 model after a plain loop with ``MixedPrecisionOptimizer(torch.optim.AdamW(params(model)))``."""
+    net = network(BF16)
+    return looped(net, MixedPrecisionOptimizer(torch.optim.AdamW(params(net), **TOLD)), clip)
 
 
-def by_wrapper(count: int, clip: float | None, dtype: torch.dtype = BF16, micro: int = 1) -> nn.Module:
-    """The model after a plain loop with ``MixedPrecisionOptimizer(torch.optim.AdamW(...))``."""
-    net = network(dtype)
-    opt = MixedPrecisionOptimizer(torch.optim.AdamW(net.parameters(), **TOLD))
-    data = batches(count * micro)
-    for step in range(count):
+def looped(net: nn.Module, opt: Any, clip: float | None) -> nn.Module:
+    for batch in batches(STEPS):
         opt.zero_grad()
-        for part in data[step * micro : (step + 1) * micro]:
-            (loss_of(net, part, dtype) / micro).backward()
+        loss_of(net, batch, BF16).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         opt.step()
@@ -80,12 +72,7 @@ def test_hydras_target(way: str) -> None:
     assert type(opt) is fp16opt.optim.AdamW
     assert opt.param_groups[0]["betas"] == (0.8, 0.95)
     assert type(opt.param_groups[0]["betas"]) is tuple
-    for batch in batches(STEPS):
-        opt.zero_grad()
-        loss_of(net, batch, BF16).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        opt.step()
-    assert_trained_alike(net, by_wrapper(STEPS, clip=0.5))
+    assert_trained_alike(looped(net, opt, 0.5), by_wrapper(0.5))
 
 
 @needs_page
@@ -131,30 +118,24 @@ def lightning_cli(folder: Path, module: Any, *arguments: str) -> Any:
 
 def modules() -> tuple[Any, Any]:
     """One whose optimizer the CLI makes for it, and one that is handed what makes it."""
-    import lightning
     from lightning.pytorch.cli import OptimizerCallable
 
-    class Module(lightning.LightningModule):
+    from integrations.by_lightning import Module
+
+    class Plain(Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = network()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return loss_of(self.net, batch, next(self.net.parameters()).dtype)
 
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(batches(STEPS), batch_size=None)  # type: ignore[arg-type]
 
-    class Handed(Module):
+    class Handed(Plain):
         def __init__(self, optimizer: Any) -> None:
             super().__init__()
             self.make = optimizer
 
-        def configure_optimizers(self) -> Any:
-            return self.make(self.parameters())
-
     Handed.__init__.__annotations__["optimizer"] = OptimizerCallable  # the CLI can't see a name of this function
-    return Module, Handed
+    return Plain, Handed
 
 
 SETTINGS = ("lr=0.015625", "weight_decay=0.125", "betas=[0.8, 0.95]")
@@ -180,7 +161,7 @@ def test_lightnings_class_path(way: str, tmp_path: Path) -> None:
     assert type(opt) is fp16opt.optim.AdamW
     assert "parameters: 6 bfloat16 with FP32 masters" in repr(opt)
     assert opt.steps_counted() == STEPS
-    assert_trained_alike(cli.model.net, by_wrapper(STEPS, clip=None))
+    assert_trained_alike(cli.model.net, by_wrapper(None))
 
 
 @needs_page
@@ -224,55 +205,38 @@ def test_lightnings_class_path_with_a_scaler_of_its_own_and_the_plugin(tmp_path:
 # -- the Trainer -------------------------------------------------------------------------------------------------------
 
 
-def trainer_of(kind: Any, model: nn.Module, folder: Path, made_by: Any, **told: Any) -> Any:
-    import transformers
-
-    class Ordered(kind):  # type: ignore[misc]
-        def get_train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(self.train_dataset, 4, collate_fn=self.data_collator)
-
-    settings: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    settings |= {"per_device_train_batch_size": 4, "max_steps": STEPS, "lr_scheduler_type": "constant"}
-    args = transformers.TrainingArguments(str(folder), **{**settings, "max_grad_norm": 0.0, **told})
-    return Ordered(model, args, train_dataset=rows(STEPS), optimizer_cls_and_kwargs=made_by)
+def trained_by(stock: bool, dtype: torch.dtype, folder: Path, options: dict[str, Any], **told: Any) -> Any:
+    """(the model, its optimizer) after the stock Trainer, or after ours"""
+    by = pytest.importorskip("integrations.by_transformers", exc_type=ImportError)
+    model = by.Regressor(dtype)
+    args = by.arguments(folder, gradient_accumulation_steps=1, lr_scheduler_type="constant", **told)
+    given = {"train_dataset": by.rows(batches(STEPS)), "optimizer_cls_and_kwargs": (fp16opt.optim.AdamW, options)}
+    trainer = (by.OrderedStock if stock else by.Ordered)(model, args, **given)
+    trainer.train()
+    opt = trainer.optimizer.optimizer
+    assert type(opt) is fp16opt.optim.AdamW
+    assert opt.steps_counted() == STEPS - opt.skipped_steps
+    return model, opt
 
 
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["no clip", "clip"])
 def test_the_trainers_class_and_arguments(clip: float | None, tmp_path: Path) -> None:
     """The stock Trainer, which clips the model's own gradients."""
-    transformers = pytest.importorskip("transformers")
-    model = Regressor(BF16)
-    made_by = (fp16opt.optim.AdamW, {**TOLD, "on_model_write": "error"})
-    trainer = trainer_of(transformers.Trainer, model, tmp_path, made_by, max_grad_norm=clip or 0.0, weight_decay=0.125)
-    trainer.train()
-    opt = trainer.optimizer.optimizer
-    assert type(opt) is fp16opt.optim.AdamW
-    assert opt.steps_counted() == STEPS
+    options = {**TOLD, "on_model_write": "error"}
+    model, opt = trained_by(True, BF16, tmp_path, options, max_grad_norm=clip or 0.0, weight_decay=0.125)
     assert [group["weight_decay"] for group in opt.param_groups] == [0.125, 0.0]
-    twin = network(BF16)
-    decayed = [p for n, p in twin.named_parameters() if n in ("0.weight", "3.weight")]
-    rest = [p for n, p in twin.named_parameters() if n not in ("0.weight", "3.weight")]
-    groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
-    other = MixedPrecisionOptimizer(torch.optim.AdamW(groups, **TOLD))
-    for batch in batches(STEPS):
-        other.zero_grad()
-        loss_of(twin, batch, BF16).backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(twin.parameters(), clip)
-        other.step()
-    assert_trained_alike(model.net, twin)
+
+    def groups(net: nn.Module) -> list[dict[str, Any]]:
+        parts = {decays: [] for decays in (True, False)}  # type: ignore[var-annotated]
+        for name, param in net.named_parameters():
+            parts[name in ("0.weight", "3.weight")].append(param)
+        return [{"params": parts[True]}, {"params": parts[False], "weight_decay": 0.0}]
+
+    assert_trained_alike(model.net, by_wrapper(clip, groups))
 
 
 def test_a_scale_in_the_stock_trainer_raises_and_ours_serves_it(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    from fp16opt.integrations.transformers import Trainer
-
-    made_by = (fp16opt.optim.AdamW, {"lr": 2.0**-6, "dynamic": True})
+    options = {"lr": 2.0**-6, "dynamic": True}
     with pytest.raises(RuntimeError, match=r"trainers that call it themselves have a module in fp16opt\.integrations"):
-        trainer_of(transformers.Trainer, Regressor(HALF), tmp_path, made_by).train()
-    trainer = trainer_of(Trainer, Regressor(HALF), tmp_path, made_by, max_grad_norm=0.5)
-    trainer.train()
-    opt = trainer.optimizer.optimizer
-    assert type(opt) is fp16opt.optim.AdamW
-    assert opt.scaler.dynamic
-    assert opt.steps_counted() == STEPS - opt.skipped_steps
+        trained_by(True, HALF, tmp_path, options)
+    assert trained_by(False, HALF, tmp_path, options)[1].scaler.dynamic

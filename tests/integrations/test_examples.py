@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from test_examples import EXAMPLES, run_example
 
-import fp16opt
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="run from an installed package, without the repository")
 
 
 def run(name: str, output: Path) -> dict[str, list[str]]:
     """The cells of the table, by the first one of each row."""
-    path = os.pathsep.join([str(Path(fp16opt.__file__).resolve().parent.parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), "--short", "--output", str(output)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run_example(name, output, "--short")
     table = (output / "table.md").read_text()
-    assert table in done.stdout
+    assert table in printed
     return {cells[0]: cells[1:] for line in table.splitlines() if (cells := [c.strip() for c in line.split("|")[1:-1]])}
 
 

@@ -13,6 +13,7 @@ import pytest
 import fp16opt
 
 TRAINERS = ("lightning", "accelerate", "transformers", "timm", "trl", "peft")
+MAKERS = ("hydra", "jsonargparse")  # of optimizers by class path
 QUESTION = """
 import sys
 import fp16opt, fp16opt.integrations, fp16opt.integrations.optimizer_group
@@ -28,7 +29,7 @@ def test_importing_fp16opt_imports_no_trainer(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", TRAINERS + MAKERS)
 def test_all_of_them_are_here_where_they_must_be(name: str) -> None:
     """The stage of the CI that installs them says so; else its tests would be skipped unseen."""
     if os.environ.get("FP16OPT_REQUIRE_TRAINERS") != "1" and importlib.util.find_spec(name) is None:

@@ -1,10 +1,9 @@
-"""Lightning's Trainer and Fabric with the plugins: 24 steps are those of a loop by hand, whatever they are told."""
+"""Lightning's Trainer and Fabric with the plugins: manual steps, several optimizers, schedulers, logs, finetuning."""
 
 from __future__ import annotations
 
 import csv
 import functools
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,10 @@ from lightning.pytorch.utilities import grad_norm
 
 from fp16opt import DynamicLossScaler, Loaded, MixedPrecisionOptimizer, load_foreign
 from fp16opt.integrations.lightning import FabricMasterWeightsPrecision, MasterWeightsPrecision
-from fp16opt.integrations.optimizer_group import OptimizerGroup, SharedLossScaler
+from integrations import by_fabric
+from integrations.by_lightning import PRECISIONS, Manual, Module, fit, optimizer_of
 from integrations.byhand import (
-    BF16,
     HALF,
-    LIGHTNING,
-    ONE_PASS,
     STEPS,
     ByHand,
     adamw,
@@ -37,6 +34,7 @@ from integrations.byhand import (
     assert_same_weights,
     batches,
     by_hand,
+    every_dtype,
     halving,
     loss_of,
     network,
@@ -44,206 +42,29 @@ from integrations.byhand import (
     scaled,
 )
 
-DTYPES = {"16-true": HALF, "bf16-true": BF16}
-every_precision = pytest.mark.parametrize("precision", DTYPES)
 pytestmark = [  # any warning of an optimizer or a scheduler counts
     pytest.mark.filterwarnings("ignore:::lightning"),
     pytest.mark.filterwarnings("error:.*lr_scheduler.*|.*optimizer.step.*"),
 ]
 
 
-class Module(lightning.LightningModule):
-    """Counts its steps, and notes every loss."""
-
-    def __init__(
-        self,
-        make: Callable[..., Any] = adamw,
-        schedule: Callable[[Any], Any] | None = None,
-        interval: str = "step",
-    ) -> None:
-        super().__init__()
-        self.net = network()
-        self.make, self.schedule, self.interval = make, schedule, interval
-        self.losses: list[float] = []
-        self.evaluated = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.evaluated += 1
-        loss = loss_of(self.net, batch, next(self.net.parameters()).dtype)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = self.make(self.parameters())
-        if self.schedule is None:
-            return optimizer
-        config = {"scheduler": self.schedule(optimizer), "interval": self.interval}
-        return {"optimizer": optimizer, "lr_scheduler": config}
-
-
-def trainer(plugin: Any, tmp_path: Path, steps: int = STEPS, **options: Any) -> lightning.Trainer:
-    defaults = {**LIGHTNING, "max_steps": steps, "default_root_dir": tmp_path}
-    return lightning.Trainer(plugins=plugin, **{**defaults, **options})
-
-
-def loader(data: Any) -> torch.utils.data.DataLoader[Any]:
-    """The batches as they are."""
-    return torch.utils.data.DataLoader(data, batch_size=None)
-
-
-def fit(
-    module: Any, plugin: Any, tmp_path: Path, data: Any, ckpt: Path | None = None, **options: Any
-) -> lightning.Trainer:
-    made = trainer(plugin, tmp_path, **{"max_epochs": -1, **options})
-    made.fit(module, loader(data), **resuming(made, ckpt))
-    return made
-
-
-def resuming(made: lightning.Trainer, ckpt: Path | None) -> dict[str, Any]:
-    """Arguments of ``fit`` that read a checkpoint as torch.load(weights_only=True) does; Lightning 2.4 asks nothing."""
-    asks = "weights_only" in inspect.signature(made.fit).parameters
-    return {"ckpt_path": ckpt, **({"weights_only": True} if asks and ckpt else {})}
-
-
-def optimizer_of(made: lightning.Trainer) -> MixedPrecisionOptimizer:
-    (optimizer,) = made.optimizers
-    assert isinstance(optimizer, MixedPrecisionOptimizer)
-    return optimizer
-
-
-# -- automatic optimization -------------------------------------------------------------------------------------------
-
-RUNS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "clip": {"trainer": {"gradient_clip_val": 0.5}, "hand": {"clip": 0.5}},
-    "by value": {
-        "trainer": {"gradient_clip_val": 0.125, "gradient_clip_algorithm": "value"},
-        "hand": {"clip_value": 0.125},
-    },
-    "two micro-batches": {"trainer": {"accumulate_grad_batches": 2}, "hand": {"micro": 2}},
-    "all of it": {
-        "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
-        "hand": {"micro": 2, "clip": 0.5, "schedule": halving},
-        "module": {"schedule": halving},
-    },
-}
-
-
-@every_precision
-@pytest.mark.parametrize("run", RUNS)
-def test_the_trainers_loop_is_the_loop_by_hand(precision: str, run: str, tmp_path: Path) -> None:
-    told = {"trainer": {}, "hand": {}, "module": {}, **RUNS[run]}
-    data = batches(STEPS * told["hand"].get("micro", 1))
-    module = Module(**told["module"])
-    plugin = MasterWeightsPrecision(precision, fused_step=False, **scaled(DTYPES[precision]))
-    made = fit(module, plugin, tmp_path, data, **told["trainer"])
-    hand = by_hand(DTYPES[precision], data, **told["hand"])
-    optimizer = optimizer_of(made)
-    assert_same_run(module.losses, module, optimizer, hand)
-    assert module.evaluated == len(data)
-    assert optimizer.param_groups[0]["lr"] == hand.optimizer.param_groups[0]["lr"]
-    if precision == "16-true":
-        assert 2 <= sum(hand.skipped) < STEPS / 2, "the run is to overflow at first, and then to train"
-    if "clip" in told["hand"]:
-        assert max(hand.norms) > told["hand"]["clip"], "the clip is to have something to do"
-
-
-def by_engine(data: Any, dtype: torch.dtype, clip: float, micro: int, **options: Any) -> tuple[nn.Module, Any, Any]:
-    """The wrapper driven by its own methods."""
-    net = network(dtype)
-    opt = MixedPrecisionOptimizer(adamw(net.parameters()), **options)
-    losses = []
-    for start in range(0, len(data), micro):
-        opt.zero_grad()
-        for batch in data[start : start + micro]:
-            loss = loss_of(net, batch, dtype)
-            losses.append(loss.item())
-            opt.backward(loss / micro)
-        opt.clip_master_grads(clip)
-        opt.step()
-    return net, opt, losses
-
-
-@every_precision
-@pytest.mark.parametrize("masters", ["full", "split"])
-def test_by_default_it_is_the_engines_own_step(precision: str, masters: str, tmp_path: Path) -> None:
-    """One-pass steps, to the bit of those that are driven without Lightning, and within their bounds of the loop."""
-    data = batches(2 * STEPS)
-    module = Module()
-    plugin = MasterWeightsPrecision(precision, master_weights=masters, **scaled(DTYPES[precision]))
-    made = fit(module, plugin, tmp_path, data, accumulate_grad_batches=2, gradient_clip_val=0.5)
-    options = {"master_weights": masters, **scaled(DTYPES[precision])}
-    net, opt, losses = by_engine(data, DTYPES[precision], 0.5, 2, **options)
-    assert module.losses == losses
-    for mine, want in zip(optimizer_of(made).master_params(), opt.master_params(), strict=True):
-        assert torch.equal(mine, want)
-    for mine, want in zip(module.parameters(), net.parameters(), strict=True):
-        assert torch.equal(mine, want)
-    assert optimizer_of(made).loss_scale == opt.loss_scale
-    if masters == "full":
-        hand = by_hand(DTYPES[precision], data, micro=2, clip=0.5)
-        assert_same_weights(module, optimizer_of(made), hand, ONE_PASS)
-        assert made.optimizers[0].skipped_steps == sum(hand.skipped)
-
-
-# -- resuming ---------------------------------------------------------------------------------------------------------
-
-
-def assert_same_trainings(one: lightning.Trainer, other: lightning.Trainer) -> None:
-    """Weights, masters, state and scaler, to the bit."""
-    mine, want = optimizer_of(one).state_dict(), optimizer_of(other).state_dict()
-    assert_same(mine, want, "optimizer")
-    assert_same(one.lightning_module.state_dict(), other.lightning_module.state_dict(), "model")
-    assert optimizer_of(one).loss_scale == optimizer_of(other).loss_scale
-
-
-@every_precision
-@pytest.mark.parametrize("fused", [False, "auto"], ids=["torch's step", "one pass"])
-def test_resumed_in_the_middle_it_ends_in_the_same_bits(precision: str, fused: Any, tmp_path: Path) -> None:
-    """From Lightning's own file, read with weights_only=True; 24 steps, of which the file has 12."""
-    data = batches(STEPS // 2)
-    told = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
-
-    def run(epochs: int, ckpt: Path | None) -> lightning.Trainer:
-        plugin = MasterWeightsPrecision(precision, fused_step=fused, **scaled(DTYPES[precision]))
-        made = trainer(plugin, tmp_path, -1, max_epochs=epochs, **told)
-        made.fit(Module(schedule=halving), loader(data), **resuming(made, ckpt))
-        return made
-
-    whole = run(4, None)
-    half = run(2, None)
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    rest = run(4, tmp_path / "half.ckpt")
-    assert_same_trainings(rest, whole)
-    assert rest.lightning_module.losses == whole.lightning_module.losses[STEPS:]
-    assert len(set(whole.lightning_module.losses[STEPS:])) > STEPS / 2, "the second half did train"
-
-
 def test_a_checkpoint_of_an_fp32_run_goes_on_with_masters(tmp_path: Path) -> None:
+    """In Lightning, and in any loop: masters and moments are its weights and state."""
     data = batches(8)
-    plain = trainer(None, tmp_path, 4, max_epochs=-1)
-    module = Module()
-    plain.fit(module, loader(data))
+    plain = fit(Module(), None, tmp_path, data, steps=4)
     plain.save_checkpoint(tmp_path / "fp32.ckpt")
-    made = trainer(MasterWeightsPrecision("16-true", loss_scale=128.0), tmp_path, 4, max_epochs=-1)
-    made.fit(Module(), loader(data), **resuming(made, tmp_path / "fp32.ckpt"))
-    state = optimizer_of(made).state_dict()["optimizer"]["state"]
-    for number, want in enumerate(plain.optimizers[0].state_dict()["state"].values()):
-        assert torch.equal(state[number]["exp_avg"], want["exp_avg"])
-        assert state[number]["exp_avg"].dtype == torch.float32
-
-
-def test_a_file_of_lightnings_own_is_read_for_any_loop(tmp_path: Path) -> None:
-    """As Lightning writes it after an FP32 run: masters and moments are its weights and state."""
-    plain = trainer(None, tmp_path, 4, max_epochs=-1)
-    plain.fit(Module(), loader(batches(8)))
-    plain.save_checkpoint(tmp_path / "fp32.ckpt")
+    plugin = MasterWeightsPrecision("16-true", loss_scale=128.0)
+    made = fit(Module(), plugin, tmp_path, data, tmp_path / "fp32.ckpt", steps=4)
     net = Module().to(HALF)
     opt = MixedPrecisionOptimizer(adamw(net.parameters()), dynamic=True)
     assert load_foreign(tmp_path / "fp32.ckpt", net, opt) == Loaded("lightning", 6, 6, None)
-    for master, want in zip(opt.master_params(), plain.lightning_module.parameters(), strict=True):
+    state = optimizer_of(made).state_dict()["optimizer"]["state"]
+    for number, (master, want) in enumerate(zip(opt.master_params(), plain.lightning_module.parameters(), strict=True)):
         assert torch.equal(master, want)
-        assert torch.equal(opt.state[master]["exp_avg"], plain.optimizers[0].state[want]["exp_avg"])
+        moment = plain.optimizers[0].state[want]["exp_avg"]
+        assert torch.equal(state[number]["exp_avg"], moment)
+        assert state[number]["exp_avg"].dtype == torch.float32
+        assert torch.equal(opt.state[master]["exp_avg"], moment)
 
 
 # -- schedulers, logs -------------------------------------------------------------------------------------------------
@@ -304,35 +125,14 @@ def test_scale_and_skips_are_in_the_log(tmp_path: Path) -> None:
 # -- manual optimization, several optimizers ---------------------------------------------------------------------------
 
 
-class Manual(Module):
-    """Two micro-batches a step, a clip, by hand."""
-
-    def __init__(self, how: str = "norm") -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.how = how
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        opt = self.optimizers()
-        if batch_idx % 2 == 0:
-            opt.zero_grad()
-        loss = loss_of(self.net, batch, next(self.net.parameters()).dtype)
-        self.losses.append(loss.item())
-        self.manual_backward(loss / 2)
-        if batch_idx % 2:
-            self.clip_gradients(opt, gradient_clip_val=0.5, gradient_clip_algorithm=self.how)
-            opt.step()
-
-
-@every_precision
+@every_dtype
 @pytest.mark.parametrize("how", ["norm", "value"])
-def test_manual_optimization_is_the_loop_by_hand(precision: str, how: str, tmp_path: Path) -> None:
+def test_manual_optimization_is_the_loop_by_hand(dtype: torch.dtype, how: str, tmp_path: Path) -> None:
     data = batches(2 * STEPS)
     module = Manual(how)
-    plugin = MasterWeightsPrecision(precision, fused_step=False, **scaled(DTYPES[precision]))
+    plugin = MasterWeightsPrecision(PRECISIONS[dtype], fused_step=False, **scaled(dtype))
     made = fit(module, plugin, tmp_path, data)
-    clip = {"clip": 0.5} if how == "norm" else {"clip_value": 0.5}
-    hand = by_hand(DTYPES[precision], data, micro=2, **clip)
+    hand = by_hand(dtype, data, micro=2, **({"clip": 0.5} if how == "norm" else {"clip_value": 0.5}))
     assert_same_run(module.losses, module, optimizer_of(made), hand)
     assert torch.get_default_dtype() == torch.float32
 
@@ -414,49 +214,6 @@ def test_several_optimizers_share_a_scale_that_follows_once_all_have_stepped(tmp
     assert sum(hands[0].skipped) != sum(hands[1].skipped), "one overflows where the other does not"
 
 
-def test_two_nets_resume_in_the_middle_of_a_round(tmp_path: Path) -> None:
-    """Also where one has stepped and the other has not: what the first found is in the file."""
-    shared = DynamicLossScaler(1024.0, growth_interval=3)
-    nets = [network(HALF), network(HALF, seed=5)]
-    both = OptimizerGroup([adamw(net.parameters()) for net in nets], options={"scaler": shared})
-    one, other = both.optimizers
-    batch = batches(1)[0]
-    for opt, net, factor in ((one, nets[0], 1e9), (other, nets[1], 1.0)):
-        with both.backward(loss_of(net, batch, HALF) * factor) as scaled:
-            scaled.backward()
-        opt.step()
-        opt.zero_grad()
-        if opt is one:
-            assert one.step_was_skipped
-            assert float(shared.scale) == 1024.0, "the round is open"
-            states = [each.state_dict() for each in both.optimizers]
-    assert float(shared.scale) == 512.0
-    again = OptimizerGroup([adamw(network(HALF, seed).parameters()) for seed in (0, 5)], options={"dynamic": True})
-    for each, state in zip(again.optimizers, states, strict=True):
-        each.load_state_dict(state)
-    assert again.optimizers[0].loss_scale == 1024.0
-    with again.backward(sum(p.float().sum() for p in again.optimizers[1].model_params())) as scaled:
-        scaled.backward()
-    again.optimizers[1].step()
-    assert again.optimizers[1].loss_scale == 512.0
-
-
-def test_one_that_steps_twice_before_the_others_ends_the_round() -> None:
-    """As a discriminator that is trained more often: its overflows are heard of, one step late."""
-    weights = [nn.Parameter(torch.ones(2, dtype=HALF)) for _ in range(2)]
-    both = OptimizerGroup([torch.optim.SGD([w], lr=0.5) for w in weights], options={"scaler": DynamicLossScaler(64.0)})
-    first = both.optimizers[0]
-    for loss_scale in (64.0, 32.0):
-        assert first.loss_scale == 64.0
-        with both.backward(weights[0].float().sum() * float("inf")) as scaled:
-            scaled.backward()
-        first.step()
-        first.zero_grad()
-        assert first.loss_scale == loss_scale
-    assert isinstance(first.scaler, SharedLossScaler)
-    assert "of 2 optimizers" in repr(first.scaler)
-
-
 def test_optimizers_that_are_wrapped_already_stay(tmp_path: Path) -> None:
     scaler = DynamicLossScaler(64.0)
 
@@ -490,9 +247,6 @@ def test_two_scales_for_one_backward_are_refused(tmp_path: Path) -> None:
     both = TwoNets(lambda made: [MixedPrecisionOptimizer(one, loss_scale=2.0) for one in made])
     fit(both, MasterWeightsPrecision("16-true"), tmp_path, batches(2), steps=4)
     assert len(both.losses) == 4
-
-
-# -- Lightning's own mixed precision -----------------------------------------------------------------------------------
 
 
 # -- what else a module may do -----------------------------------------------------------------------------------------
@@ -612,32 +366,21 @@ def finetuned(tmp_path: Path, epochs: int, **options: Any) -> lightning.Trainer:
 def test_a_backbone_that_is_unfrozen_gets_masters(tmp_path: Path) -> None:
     made = finetuned(tmp_path, 3)
     net = network(HALF)
-    parts = [list(net[3].parameters()), list(net[:3].parameters())]
-    masters = [[nn.Parameter(param.detach().float()) for param in part] for part in parts]
-    optimizer, losses = adamw(masters[0]), []
+    net[:3].requires_grad_(False)
+    hand = ByHand(net, scale=reference.Scale(256.0))
     for epoch in range(3):
         if epoch == 1:
-            optimizer.add_param_group({"params": masters[1], "lr": 2.0**-8})
+            net.requires_grad_(True)
+            backbone = ByHand(net[:3])
+            hand.models += backbone.models
+            hand.masters += backbone.masters
+            hand.optimizer.add_param_group({"params": backbone.masters, "lr": 2.0**-8})
         if epoch == 2:
-            for group in optimizer.param_groups:
+            for group in hand.optimizer.param_groups:
                 group["lr"] /= 2.0
-        pairs = list(zip(parts[0], masters[0], strict=True))
-        pairs += list(zip(parts[1], masters[1], strict=True)) if epoch else []
-        for batch in batches(8):
-            net.zero_grad()
-            loss = loss_of(net, batch, HALF)
-            losses.append(loss.item())
-            (loss * 256.0).backward()
-            for param, master in pairs:
-                master.grad = reference.unscaled(param.grad, 256.0)
-            optimizer.step()
-            with torch.no_grad():
-                for param, master in pairs:
-                    param.copy_(master)
-    assert made.lightning_module.losses == losses
-    assert_same(
-        [m.data for m in optimizer_of(made).master_params()], [m.data for m in masters[0] + masters[1]], "masters"
-    )
+        hand.train(batches(8), HALF)
+    assert made.lightning_module.losses == hand.losses
+    assert_same([m.data for m in optimizer_of(made).master_params()], [m.data for m in hand.masters], "masters")
     assert_same(made.lightning_module.net.state_dict(), net.state_dict(), "model")
 
 
@@ -669,63 +412,30 @@ def test_a_finetuning_callback_is_as_it_was_after_the_fit(tmp_path: Path) -> Non
 # -- Fabric ------------------------------------------------------------------------------------------------------------
 
 
-def fabric_run(precision: str, data: Any, wrap_late: bool, clip: dict[str, Any], micro: int = 1, **options: Any) -> Any:
-    plugin = FabricMasterWeightsPrecision(precision, **scaled(DTYPES[precision]), **options)
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=plugin)
-    net = network()
-    if wrap_late:
-        model, optimizer = fabric.setup(net, adamw(net.parameters()))
-        optimizer = plugin.wrap(optimizer, model=model)
-    else:
-        model = fabric.setup_module(net)
-        optimizer = fabric.setup_optimizers(plugin.wrap(adamw(model.parameters()), model=model))
-    losses = []
-    for start in range(0, len(data), micro):
-        optimizer.zero_grad()
-        for batch in data[start : start + micro]:
-            loss = loss_of(model, batch, DTYPES[precision])
-            losses.append(loss.item())
-            fabric.backward(loss / micro)
-        if clip:
-            fabric.clip_gradients(model, optimizer, **clip)
-        optimizer.step()
-    return fabric, net, optimizer, losses
-
-
-@every_precision
-@pytest.mark.parametrize("wrap_late", [False, True], ids=["setup_optimizers", "setup"])
-@pytest.mark.parametrize("clip_val", [None, 0.125], ids=["plain", "by value"])
-def test_fabrics_loop_is_the_loop_by_hand(
-    precision: str, wrap_late: bool, clip_val: float | None, tmp_path: Path
-) -> None:
+@every_dtype
+def test_fabric_wraps_what_setup_returned(dtype: torch.dtype) -> None:
     data = batches(2 * STEPS)
-    clip = {"clip_val": clip_val} if clip_val else {}
-    _, net, optimizer, losses = fabric_run(precision, data, wrap_late, clip, 2, fused_step=False)
-    hand = by_hand(DTYPES[precision], data, micro=2, clip_value=clip_val)
-    # Fabric's module gives FP32 outputs, so the loss is computed as here
-    inner = optimizer if isinstance(optimizer, MixedPrecisionOptimizer) else optimizer.optimizer
-    assert_same_run(losses, net, inner, hand)
-    assert sum(hand.skipped) >= 2 * (precision == "16-true")
+    got = by_fabric.train(dtype, data, micro=2, clip_value=0.125, wrap_late=True, **scaled(dtype, fused_step=False))
+    hand = by_hand(dtype, data, micro=2, clip_value=0.125, schedule=halving)
+    assert_same_run(got.losses, got.model, got.optimizer, hand)
 
 
-def test_fabric_clips_true_gradients_by_torchs_own_norm(tmp_path: Path) -> None:
+def test_fabric_clips_true_gradients_by_torchs_own_norm() -> None:
     """torch's norm is added up in FP32, which the engine's is not: off by a rounding or two, as the weights are."""
     data = batches(STEPS)
-    clip = {"max_norm": 0.5, "error_if_nonfinite": False}
-    _, _, optimizer, losses = fabric_run("16-true", data, False, clip, fused_step=False)
-    hand = by_hand(HALF, data, clip=0.5)
-    assert losses == pytest.approx(hand.losses, rel=2.0**-9)  # a flipped rounding of a weight is 2**-11 of it
-    assert optimizer.optimizer.skipped_steps == sum(hand.skipped) > 0
+    got = by_fabric.train(HALF, data, clip=0.5, **scaled(HALF, fused_step=False))
+    hand = by_hand(HALF, data, clip=0.5, schedule=halving)
+    assert got.losses == pytest.approx(hand.losses, rel=2.0**-9)  # a flipped rounding of a weight is 2**-11 of it
+    assert got.optimizer.skipped_steps == sum(hand.skipped) > 0
 
 
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:
-    data = batches(STEPS)
-    fabric, net, optimizer, _ = fabric_run("16-true", data, False, {})
-    fabric.save(tmp_path / "state.ckpt", {"model": net, "optimizer": optimizer})
-    other, net2, optimizer2, _ = fabric_run("16-true", data[:1], False, {})
-    other.load(tmp_path / "state.ckpt", {"model": net2, "optimizer": optimizer2})
-    assert_same(optimizer2.state_dict(), optimizer.state_dict(), "optimizer")
-    assert_same(net2.state_dict(), net.state_dict(), "model")
+    runs = [by_fabric.train(HALF, data, **scaled(HALF)) for data in (batches(STEPS), batches(1))]
+    held = [{"model": run.model, "optimizer": run.made[1]} for run in runs]
+    runs[0].made[0].save(tmp_path / "state.ckpt", held[0])
+    runs[1].made[0].load(tmp_path / "state.ckpt", held[1])
+    for name in ("model", "optimizer"):
+        assert_same(held[1][name].state_dict(), held[0][name].state_dict(), name)
 
 
 def test_fabrics_several_optimizers_come_in_one_call() -> None:
@@ -742,30 +452,18 @@ def test_fabrics_several_optimizers_come_in_one_call() -> None:
         plugin.wrap(adamw(nets[0].parameters()))
 
 
-class Toggling(lightning.LightningModule):
-    """Two networks, of which one is switched off while the other is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.one, self.two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+class Toggling(TwoNets):
+    """One is switched off while the other is trained."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        first = self.optimizers()[0]  # type: ignore[index]
-        self.toggle_optimizer(first)
-        self.manual_backward(self.two(self.one(torch.ones(2, 4).to(self.one.weight.dtype))).float().sum())
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.one, self.two)]
-
-    def train_dataloader(self) -> Any:
-        return [0]
+        self.toggle_optimizer(self.optimizers()[0])  # type: ignore[index]
+        super().training_step(batch, batch_idx)
 
 
 def test_toggled_optimizers_are_refused(tmp_path: Path) -> None:
     """Lightning switches off masters, and the model's weights would go on making gradients."""
     with pytest.raises(RuntimeError, match="toggle_optimizer switches off what the other optimizers hold"):
-        trainer(MasterWeightsPrecision("16-true"), tmp_path, 1).fit(Toggling())
+        fit(Toggling(), MasterWeightsPrecision("16-true"), tmp_path, batches(1), steps=1)
 
 
 class Norms(Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
-from fp16opt.integrations.optimizer_group import OptimizerGroup
+from fp16opt.integrations.optimizer_group import OptimizerGroup, SharedLossScaler
 
 
 def weights(count: int = 2) -> list[torch.nn.Parameter]:
@@ -102,3 +102,40 @@ def test_steps_without_a_gradient_are_logged_where_none_of_them_had_one(
             opt.step()
             opt.zero_grad()
     assert sum("four steps in a row found no gradient" in line for line in caplog.messages) == 1 - trained
+
+
+def test_a_round_is_resumed_in_its_middle() -> None:
+    """Where one has stepped and the other has not: what the first found is in the file."""
+    params = weights()
+    both = together(params, scaler=DynamicLossScaler(1024.0, growth_interval=3))
+    one, other = both.optimizers
+    backward(both, params[0].float().sum() * float("inf"))
+    one.step()
+    assert one.step_was_skipped
+    assert both.optimizers[0].loss_scale == 1024.0, "the round is open"
+    states = [each.state_dict() for each in both.optimizers]
+    backward(both, params[1].float().sum())
+    other.step()
+    assert one.loss_scale == 512.0
+    again = together(params := weights(), dynamic=True)
+    for each, state in zip(again.optimizers, states, strict=True):
+        each.load_state_dict(state)
+    assert again.optimizers[0].loss_scale == 1024.0
+    backward(again, params[1].float().sum())
+    again.optimizers[1].step()
+    assert again.optimizers[1].loss_scale == 512.0
+
+
+def test_one_that_steps_twice_before_the_others_ends_the_round() -> None:
+    """As a discriminator that is trained more often: its overflows are heard of, one step late."""
+    params = weights()
+    both = together(params, scaler=DynamicLossScaler(64.0))
+    first = both.optimizers[0]
+    for loss_scale in (64.0, 32.0):
+        assert first.loss_scale == 64.0
+        backward(both, params[0].float().sum() * float("inf"))
+        first.step()
+        first.zero_grad()
+        assert first.loss_scale == loss_scale
+    assert isinstance(first.scaler, SharedLossScaler)
+    assert "of 2 optimizers" in repr(first.scaler)

@@ -5,34 +5,27 @@ Each test is a row of a table that was made before the engine was rebuilt, where
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from contract import reference
 from torch import Tensor
 
 pytest.importorskip("lightning")
-pytest.importorskip("accelerate")
 
-import accelerate
 import lightning
 
-from fp16opt import GradScaler, MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer
+from integrations.by_lightning import Module, fit
 from integrations.byhand import (
     BF16,
     HALF,
-    LIGHTNING,
-    OVERFLOWING,
     STEPS,
     adamw,
     assert_same_run,
-    assert_same_weights,
     batches,
     by_hand,
-    halving,
     loss_of,
     network,
     scaled,
@@ -49,53 +42,47 @@ def dynamic() -> dict[str, Any]:
 # -- Lightning ---------------------------------------------------------------------------------------------------------
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__()
-        self.net = network()
-        self.options = options
-        self.losses: list[float] = []
+def by_lightning(
+    kind: type[Module], options: dict[str, Any], precision: str, folder: Path, data: Any, **told: Any
+) -> Any:
+    """(a module that wraps its optimizer itself, after a training without a plugin; that optimizer)"""
+    made: list[Any] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = loss_of(self.net, batch, next(self.net.parameters()).dtype)
-        self.losses.append(loss.item())
-        return loss
+    def make(params: Any) -> Any:
+        made.append(MixedPrecisionOptimizer(adamw(params), **options))
+        return made[0]
 
-    def configure_optimizers(self) -> Any:
-        self.opt = MixedPrecisionOptimizer(adamw(self.parameters()), **self.options)
-        return self.opt
+    module = kind()
+    module.make = make
+    fit(module, None, folder, data, precision=precision, **told)
+    return module, made[0]
 
 
 class Hooked(Module):
     """What the error message of a plain backward proposed: the optimizer's own backward, in Lightning's hook."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self.opt.backward(loss)
+        self.optimizers().optimizer.backward(loss)
 
 
-class Manual(Module):
-    def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__(options)
+class ByItself(Module):
+    """In manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = super().training_step(batch, batch_idx)
         opt = self.optimizers().optimizer
         opt.zero_grad()
-        opt.backward(loss)
+        opt.backward(super().training_step(batch, batch_idx))
         self.optimizers().step()
-
-
-def fit(module: Module, precision: str, tmp_path: Path, data: Any, **told: Any) -> Module:
-    trainer = lightning.Trainer(**LIGHTNING, max_epochs=1, precision=precision, default_root_dir=tmp_path, **told)
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
-    return module
 
 
 def test_lightning_bf16_true(tmp_path: Path) -> None:
     data = batches(2 * STEPS)
     told = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
-    module = fit(Module({"fused_step": False}), "bf16-true", tmp_path, data, **told)
+    module, _ = by_lightning(Module, {"fused_step": False}, "bf16-true", tmp_path, data, **told)
     hand = by_hand(BF16, data, micro=2, clip=0.5)
     # Lightning's clip takes torch's norm, which is added up in FP32: the factor may be a rounding off, and a weight of
     # BF16 by 2**-8 of itself with it.
@@ -104,23 +91,24 @@ def test_lightning_bf16_true(tmp_path: Path) -> None:
 
 def test_lightning_16_true_with_a_scale_raises(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=SCALES_NOT):
-        fit(Module(dynamic()), "16-true", tmp_path, batches(2))
+        by_lightning(Module, dynamic(), "16-true", tmp_path, batches(2))
 
 
 @pytest.mark.parametrize("micro", [1, 2])
 def test_lightning_16_true_with_a_backward_hook(micro: int, tmp_path: Path) -> None:
     """It ran training_step again at each overflow, or fell to the lowest scale."""
     data = batches(micro * STEPS)
-    module = fit(Hooked(dynamic()), "16-true", tmp_path, data, accumulate_grad_batches=micro, gradient_clip_val=1e9)
+    told = {"accumulate_grad_batches": micro, "gradient_clip_val": 1e9}
+    module, opt = by_lightning(Hooked, dynamic(), "16-true", tmp_path, data, **told)
     hand = by_hand(HALF, data, micro=micro)
-    assert_same_run(module.losses, module, module.opt, hand)
+    assert_same_run(module.losses, module, opt, hand)
     assert sum(hand.skipped) > 1
 
 
 def test_lightning_manual_optimization(tmp_path: Path) -> None:
     data = batches(STEPS)
-    module = fit(Manual(dynamic()), "16-true", tmp_path, data)
-    assert_same_run(module.losses, module, module.opt, by_hand(HALF, data))
+    module, opt = by_lightning(ByItself, dynamic(), "16-true", tmp_path, data)
+    assert_same_run(module.losses, module, opt, by_hand(HALF, data))
 
 
 def test_fabric_with_scale_loss_and_clip_gradients() -> None:
@@ -139,37 +127,3 @@ def test_fabric_with_scale_loss_and_clip_gradients() -> None:
         optimizer.zero_grad()
     hand = by_hand(HALF, data, scale=reference.Scale(256.0), clip_value=0.125)
     assert_same_run(losses, model, opt, hand)
-
-
-# -- Accelerate --------------------------------------------------------------------------------------------------------
-
-
-def prepared(options: dict[str, Any], dtype: torch.dtype = HALF, scaler: Any = None) -> Any:
-    accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.scaler = scaler
-    net = network(dtype)
-    bare = adamw(net.parameters())
-    opt = MixedPrecisionOptimizer(bare, **options)
-    net, optimizer, scheduler = accelerator.prepare(net, opt, halving(bare))
-    return accelerator, net, opt, optimizer, scheduler
-
-
-@pytest.mark.parametrize("made", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
-@pytest.mark.parametrize("clear", ["optimizer", "model"])
-def test_a_scaler_of_accelerates_drives_the_wrapper(made: Callable[..., Any], clear: str) -> None:
-    """The wrapper counts the skips. Accelerate's own class sees none, so that its schedulers go on."""
-    scaler = made("cpu", init_scale=OVERFLOWING, growth_interval=5)
-    accelerator, net, opt, optimizer, scheduler = prepared({"fused_step": False}, scaler=scaler)
-    data, losses = batches(STEPS), []
-    for batch in data:
-        loss = loss_of(net, batch, HALF)
-        losses.append(loss.item())
-        accelerator.backward(loss)
-        optimizer.step()
-        assert not accelerator.optimizer_step_was_skipped
-        scheduler.step()
-        (net if clear == "model" else optimizer).zero_grad()
-    hand = by_hand(HALF, data, schedule=halving)
-    assert losses == hand.losses
-    assert_same_weights(net, opt, hand)
-    assert opt.skipped_steps == sum(hand.skipped) > 1

@@ -1,14 +1,13 @@
-"""timm: MasterScaler in the place of NativeScaler, 24 steps against a loop by hand; timm's own models; apex."""
+"""timm: MasterScaler in the place of NativeScaler: what it loads, clips and refuses; apex."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+import interpreters
 import pytest
 import torch
 from contract import reference
@@ -17,91 +16,12 @@ from torch import nn
 import fp16opt
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 from fp16opt.integrations.timm import MasterScaler, with_masters
-from integrations.byhand import (
-    BF16,
-    HALF,
-    STEPS,
-    adamw,
-    assert_same_run,
-    batches,
-    by_hand,
-    halving,
-    loss_of,
-    network,
-    scaled,
-)
+from integrations.byhand import BF16, HALF, adamw, batches, loss_of, network
 from integrations.stand_in import import_timm
 
-DTYPES = {"fp16": HALF, "bf16": BF16}
-every_dtype = pytest.mark.parametrize("precision", DTYPES)
 needs_timm = pytest.mark.skipif(
     importlib.util.find_spec("timm") is None, reason="timm is not installed (requirements/trainers-nodeps.txt)"
 )
-
-
-class Loop:
-    """timm's train_one_epoch in outline."""
-
-    def __init__(self, precision: str, fused: Any = False) -> None:
-        self.dtype = DTYPES[precision]
-        self.net = network(self.dtype)
-        bare = adamw(self.net.parameters())
-        self.scheduler = halving(bare)
-        self.optimizer, self.loss_scaler = with_masters(bare, self.net, fused_step=fused, **scaled(self.dtype))
-        self.losses: list[float] = []
-
-    def train(self, data: Any, **clip: Any) -> Loop:
-        for number, batch in enumerate(data):
-            loss = loss_of(self.net, batch, self.dtype)
-            self.losses.append(loss.item())
-            last = number % 2 == 1
-            self.loss_scaler(loss / 2, self.optimizer, parameters=self.net.parameters(), need_update=last, **clip)
-            if last:
-                self.optimizer.zero_grad()
-                self.scheduler.step()
-        return self
-
-
-@every_dtype
-@pytest.mark.parametrize(
-    ("clip", "told"),
-    [
-        ({}, {}),
-        ({"clip_grad": 0.5}, {"clip": 0.5}),
-        ({"clip_grad": 0.125, "clip_mode": "value"}, {"clip_value": 0.125}),
-    ],
-    ids=["plain", "norm", "value"],
-)
-def test_timms_loop_is_the_loop_by_hand(precision: str, clip: Any, told: Any) -> None:
-    data = batches(2 * STEPS)
-    loop = Loop(precision).train(data, **clip)
-    hand = by_hand(DTYPES[precision], data, micro=2, schedule=halving, **told)
-    assert_same_run(loop.losses, loop.net, loop.optimizer, hand)
-
-
-@every_dtype
-def test_resumed_in_the_middle_it_ends_in_the_same_bits(precision: str, tmp_path: Path) -> None:
-    """With one-pass steps, from a file as timm's CheckpointSaver writes it; the scale comes twice."""
-    data = batches(2 * STEPS)
-    whole = Loop(precision, "auto").train(data, clip_grad=0.5)
-    half = Loop(precision, "auto").train(data[:STEPS], clip_grad=0.5)
-    saved = {
-        "state_dict": half.net.state_dict(),
-        "optimizer": half.optimizer.state_dict(),
-        MasterScaler.state_dict_key: half.loss_scaler.state_dict(),
-        "scheduler": half.scheduler.state_dict(),
-    }
-    torch.save(saved, tmp_path / "half.pt")
-    rest, loaded = Loop(precision, "auto"), torch.load(tmp_path / "half.pt", weights_only=True)
-    rest.net.load_state_dict(loaded["state_dict"])
-    rest.optimizer.load_state_dict(loaded["optimizer"])
-    rest.loss_scaler.load_state_dict(loaded[MasterScaler.state_dict_key])
-    rest.scheduler.load_state_dict(loaded["scheduler"])
-    rest.train(data[STEPS:], clip_grad=0.5)
-    assert rest.losses == whole.losses[STEPS:]
-    for one, other in zip(rest.optimizer.master_params(), whole.optimizer.master_params(), strict=True):
-        assert torch.equal(one, other)
-    assert rest.optimizer.loss_scale == whole.optimizer.loss_scale
 
 
 def test_a_scale_is_loaded_before_and_after_the_first_call() -> None:
@@ -207,13 +127,7 @@ def test_timms_apex_scaler_runs_through_ours(tmp_path: Path) -> None:
     """``python -m fp16opt.apex train.py --amp --amp-impl apex`` needs no apex."""
     (tmp_path / "train.py").write_text(APEX)
     path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-m", "fp16opt.apex", str(tmp_path / "train.py")],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = interpreters.python("-m", "fp16opt.apex", str(tmp_path / "train.py"), cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "trained amp ['loss_scaler0']\n"

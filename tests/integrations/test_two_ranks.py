@@ -11,49 +11,44 @@ import pytest
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
-PROGRAMS = {
-    "lightning": "two_ranks_lightning.py",
-    "accelerate": "two_ranks_accelerate.py",
-    "accelerate, FSDP2": "two_ranks_accelerate_fsdp2.py",
-}
 
 
-def accelerate_has_fsdp2() -> bool:
-    return hasattr(pytest.importorskip("accelerate").FullyShardedDataParallelPlugin, "fsdp_version")
-
-
-@pytest.mark.parametrize("trainer", PROGRAMS)
-def test_two_ranks(trainer: str, tmp_path: Path) -> None:
-    pytest.importorskip(trainer.split(",")[0])
-    if trainer == "accelerate, FSDP2" and not accelerate_has_fsdp2():
+def need_fsdp2() -> None:
+    if not hasattr(pytest.importorskip("accelerate").FullyShardedDataParallelPlugin, "fsdp_version"):
         pytest.skip("Accelerate has FSDP2 from 1.6 on")
-    run(PROGRAMS[trainer], 2, tmp_path)
+
+
+@pytest.mark.parametrize("trainer", ["lightning", "accelerate"])
+def test_two_ranks(trainer: str, tmp_path: Path) -> None:
+    pytest.importorskip(trainer)
+    run("two_ranks.py", 2, tmp_path, trainer)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["lightning", "accelerate, FSDP2"])
+@pytest.mark.parametrize("trainer", ["lightning", "accelerate"])
 def test_other_numbers_of_ranks_go_on_and_export(trainer: str, tmp_path: Path) -> None:
-    """Saved on two ranks, resumed on one and on three."""
-    test_two_ranks(trainer, tmp_path)
-    for ranks in (1, 3):
-        run(PROGRAMS[trainer], ranks, tmp_path)
+    go_on_elsewhere(trainer, tmp_path)
 
 
 def test_transformers_under_fsdp2(tmp_path: Path) -> None:
+    go_on_elsewhere("transformers", tmp_path)
+
+
+def go_on_elsewhere(trainer: str, folder: Path) -> None:
     """Saved on two ranks, resumed on two, on one and on three."""
-    pytest.importorskip("transformers")
-    if not accelerate_has_fsdp2():
-        pytest.skip("Accelerate has FSDP2 from 1.6 on")
+    pytest.importorskip(trainer)
+    if trainer != "lightning":
+        need_fsdp2()
     for ranks in (2, 1, 3):
-        run("two_ranks_transformers_fsdp2.py", ranks, tmp_path)
+        run("two_ranks.py", ranks, folder, trainer)
 
 
 @pytest.mark.skipif(not DOCS.exists(), reason="run from an installed package, without the repository")
 @pytest.mark.parametrize("trainer", ["lightning", "accelerate", "transformers"])
 def test_the_lines_for_fsdp2_of_a_page(trainer: str, tmp_path: Path) -> None:
     pytest.importorskip(trainer)
-    if trainer != "lightning" and not accelerate_has_fsdp2():
-        pytest.skip("Accelerate has FSDP2 from 1.6 on")
+    if trainer != "lightning":
+        need_fsdp2()
     run("two_ranks_pages.py", 2, tmp_path, str(DOCS / f"{trainer}.md"))
 
 
