@@ -14,7 +14,7 @@ from typing import Any
 import interpreters
 import pytest
 import torch
-from specs import CASES, params_of
+from specs import CASES, params_by_class
 from test_third_party import Lookahead
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -345,7 +345,7 @@ def test_random_state_settings_and_arguments_are_left_as_they_were() -> None:
     assert torch.utils.deterministic.fill_uninitialized_memory is fills
 
 
-@pytest.mark.parametrize("case", params_of(CASES))
+@pytest.mark.parametrize("case", params_by_class(CASES))
 def test_every_torch_optimizer(case: Any) -> None:
     began = time.process_time()
     report = certify(case.make)
@@ -358,6 +358,8 @@ def test_every_torch_optimizer(case: Any) -> None:
         expected["found_inf"] = not faulty
     for name, passed in expected.items():
         assert report.checks[name].passed is passed, report
+    calls = "calls one more than once in a step" if case.cls == "LBFGS" else "calls one once, before anything else"
+    assert report.checks["closure"].detail.endswith(calls)
 
 
 THIRD_PARTY: list[tuple[str, str, dict[str, Any], set[str]]] = [
@@ -542,11 +544,6 @@ def test_how_often_a_class_calls_its_closure(factory: Any, wanted: str) -> None:
     assert closure_calls(factory) == wanted
 
 
-@pytest.mark.parametrize("case", params_of(CASES))
-def test_how_often_classes_of_torch_call_their_closure(case: Any) -> None:
-    assert closure_calls(case.make) == ("several" if case.cls == "LBFGS" else "once")
-
-
 @pytest.mark.parametrize(("cls", "wanted"), [("AdamWScheduleFree", "once"), ("AdamWScheduleFreeClosure", "elsewhere")])
 def test_how_often_schedule_free_optimizers_call_their_closure(cls: str, wanted: str) -> None:
     schedulefree = pytest.importorskip("schedulefree", reason="schedulefree is not installed")
@@ -558,7 +555,6 @@ CLOSURE_WORDS: list[tuple[Any, bool, str]] = [
     (IgnoresClosure, True, "steps without a closure; ignores one that it is given"),
     (ClearsFirst, False, "moved no parameter; calls one once, but not in every step, or not before"),
     (Sam, False, "does not step without a closure; calls one more than once in a step"),
-    (torch.optim.LBFGS, False, "does not step without a closure; calls one more than once in a step"),
     (TakesNoClosure, True, "steps without a closure; how often it calls one can't be tested here"),
 ]
 

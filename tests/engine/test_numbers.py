@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from specs import CASES, OptimizerCase, one_per_class, params_of
+from specs import CASES, OptimizerCase, one_per_class, params_by_class, params_of
 from torch import nn
 from torch.optim import SGD
 
@@ -23,7 +23,7 @@ def test_updates_exact_through_scale_growth() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0], ids=["scale1", "scale1024"])
-@pytest.mark.parametrize("case", params_of(CASES))
+@pytest.mark.parametrize("case", params_by_class(CASES))
 def test_masters_equal_plain_fp32_stepping(case: OptimizerCase, scale: float) -> None:
     recipes.check_masters_equal_plain_fp32_stepping(recipes.wrapped_step, case, scale)
 
