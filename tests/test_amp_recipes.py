@@ -31,10 +31,11 @@ def recipes() -> ModuleType:
 
 
 NAMES = ["plain", "clipping", "accumulation", "penalty", "several", "function", "parallel", "resuming", "inspecting"]
+LONG = ("penalty", "several")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.all] if n in LONG else []) for n in NAMES])
 @pytest.mark.filterwarnings("ignore")
 def test_recipe_trains(recipes: ModuleType, name: str, dtype: str, tmp_path: Path) -> None:
     assert list(recipes.RECIPES) == NAMES
@@ -50,6 +51,7 @@ def test_inspecting_names_what_overflowed(recipes: ModuleType, tmp_path: Path, c
     assert ".weight (" in printed
 
 
+@pytest.mark.all
 def test_comparison(recipes: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     setting = recipes.Setting(torch.device("cpu"), torch.bfloat16, epochs=2, output=tmp_path)
     before, after = recipes.compare(setting, width=64)

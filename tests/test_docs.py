@@ -23,11 +23,10 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def _modules() -> list[str]:
-    names = ["fp16opt"]
-    for info in pkgutil.walk_packages([str(PACKAGE)], "fp16opt."):
-        if not info.name.endswith(("__main__", "._cpu")):
-            names.append(info.name)
-    return names
+    """Modules that show an example."""
+    names = [info.name for info in pkgutil.walk_packages([str(PACKAGE)], "fp16opt.") if info.name != "fp16opt._cpu"]
+    sources = {name: importlib.util.find_spec(name).origin for name in ["fp16opt", *names]}
+    return [name for name, path in sources.items() if ">>>" in Path(path).read_text()]
 
 
 MODULES = _modules()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import datetime
+import functools
 import logging
 import re
 import string
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -685,11 +686,14 @@ def places(text: str) -> set[str]:
     return {name for _, name, _, _ in string.Formatter().parse(text) if name}
 
 
-def uses() -> Iterator[tuple[str, set[str | None] | None, str]]:
+@functools.cache
+def uses() -> list[tuple[str, set[str | None] | None, str]]:
     """(name, what is filled in, where) of each use of the table; None where that can't be read there."""
-    package = Path(fp16opt.__file__).parent
+    package, found = Path(fp16opt.__file__).parent, []
     for path in sorted(package.rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+        if "errors." not in (text := path.read_text("utf-8")):
+            continue
+        nodes = list(ast.walk(ast.parse(text)))
         filled: dict[int, set[str | None]] = {}
         for call in (node for node in nodes if isinstance(node, ast.Call)):
             entry, names = call.func, {word.arg for word in call.keywords}
@@ -701,7 +705,8 @@ def uses() -> Iterator[tuple[str, set[str | None] | None, str]]:
                 filled[id(entry)] = names - {"level", "nth", "once"}
         for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "errors":
-                yield node.attr, filled.get(id(node)), f"{path.relative_to(package)}:{node.lineno}"
+                found.append((node.attr, filled.get(id(node)), f"{path.relative_to(package)}:{node.lineno}"))
+    return found
 
 
 def test_the_table_has_the_kinds_that_are_provoked() -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from engine.checks import assert_same
@@ -189,10 +190,7 @@ def test_finetune_reads_json_lines_and_hands_out_whole_weights(tmp_path: Path) -
 
 def test_finetune_says_that_it_needs_transformers(tmp_path: Path) -> None:
     (tmp_path / "transformers.py").write_text("raise ImportError")
-    line = [sys.executable, str(EXAMPLES / "finetune.py")]
-    done = subprocess.run(
-        line, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = interpreters.python(str(EXAMPLES / "finetune.py"), cwd=tmp_path, env=environment(tmp_path))
     assert done.returncode == 1
     assert done.stderr == "examples/finetune.py needs transformers: pip install -r requirements/trainers.txt\n"
     assert not (tmp_path / "finetune-output").exists()

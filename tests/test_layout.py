@@ -274,6 +274,16 @@ def homes_of_classes(files: Files) -> dict[str, str]:
 
 
 def imports(files: Files) -> dict[str, dict[str, int]]:
+    """What `found_imports` finds; in the package, where nothing changes, once."""
+    return package_imports() if files is FILES else found_imports(files)
+
+
+@functools.cache
+def package_imports() -> dict[str, dict[str, int]]:
+    return found_imports(FILES)
+
+
+def found_imports(files: Files) -> dict[str, dict[str, int]]:
     """For each file, the files of the package that it needs, with a line: imports under ``TYPE_CHECKING`` and inside of
     functions count, and so does a class that is only named in an annotation."""
     homes = homes_of_classes(files)

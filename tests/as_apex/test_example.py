@@ -47,12 +47,10 @@ def test_it_resumes_bit_for_bit(loss: Callable[..., float], tmp_path: Path) -> N
         assert_same(torch.load(tmp_path / "part.pt", weights_only=True), whole)
 
 
-def test_apexs_own_import_line_works_after_the_opt_in(tmp_path: Path) -> None:
+def test_apexs_own_import_line_works_after_the_opt_in(loss: Callable[..., float], tmp_path: Path) -> None:
     text = EXAMPLE.read_text().replace("from fp16opt.fp16_utils import", "from apex.fp16_utils import")
     (tmp_path / "script.py").write_text(text)
-    plain = python(tmp_path, "script.py")
-    assert "No module named 'apex'" in plain.stderr
     aliased = python(tmp_path, "-m", "fp16opt.apex", "script.py", "--steps", "50")
-    own = python(tmp_path, str(EXAMPLE), "--steps", "50")
-    assert aliased.stdout == own.stdout
-    assert "loss after 50 steps" in own.stdout, own.stderr
+    said, _, value = aliased.stdout.rpartition(" ")
+    assert "loss after 50 steps" in said, aliased.stderr
+    assert float(value) == loss("--steps", "50")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from specs import CASES, OptimizerCase, params_of
+from specs import CASES, OptimizerCase, params_by_class, params_of
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -27,7 +27,7 @@ DENSE = [c for c in CASES if c.kind in ("dense", "matrix")]
 FUSED = [c for c in CASES if c.id.endswith("-fused")]
 
 
-@pytest.mark.parametrize("case", params_of(DENSE))
+@pytest.mark.parametrize("case", params_by_class(DENSE))
 def test_grad_none_untouched_under_weight_decay(case: OptimizerCase) -> None:
     """A param whose grad is None is not touched: no decay, no momentum, no step count, no state."""
     params = parameters(case.shapes, torch.float16)

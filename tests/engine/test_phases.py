@@ -35,19 +35,17 @@ def card(emulated_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield from pretended.unlocked_after(emulated_cuda, monkeypatch)
 
 
-def left_behind(run: Run, before: set[int]) -> list[Tensor]:
-    """Tensors with memory of the card that are neither the model's nor were there before the run."""
+def alive() -> list[Tensor]:
+    """Tensors with memory that were made in this test: the fixture has the collector forget the others."""
     gc.collect()
-    theirs = {p.untyped_storage().data_ptr() for p in run.params}
-    theirs |= {t.untyped_storage().data_ptr() for t in (*run.problem.curvature, *run.problem.target)}
-    alive = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.layout is torch.strided]
-    mine = [t for t in alive if id(t) not in before and t.untyped_storage().nbytes()]
-    return [t for t in mine if t.untyped_storage().data_ptr() not in theirs and not host_memory.is_on_host(t)]
+    found = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.layout is torch.strided]
+    return [t for t in found if t.untyped_storage().nbytes()]
 
 
-def there_now() -> set[int]:
-    gc.collect()
-    return {id(t) for t in gc.get_objects() if issubclass(type(t), Tensor)}
+def left_behind(run: Run) -> list[Tensor]:
+    """Tensors with memory of the card that are not the model's."""
+    theirs = {t.untyped_storage().data_ptr() for t in (*run.params, *run.problem.curvature, *run.problem.target)}
+    return [t for t in alive() if t.untyped_storage().data_ptr() not in theirs and not host_memory.is_on_host(t)]
 
 
 def train(run: Run, steps: int) -> Run:
@@ -60,10 +58,9 @@ def train(run: Run, steps: int) -> Run:
 @pytest.mark.parametrize("name", ["AdamW", "momentum"])
 def test_all_leaves_the_card_and_comes_back_bit_for_bit(name: str, settings: dict[str, Any], card: Any) -> None:
     make = MAKERS[name]
-    before = there_now()
     run = train(Run(make, **settings), 3)
     run.opt.offload()
-    assert left_behind(run, before) == []
+    assert left_behind(run) == []
     memory = run.opt.memory()
     assert memory.host >= memory.masters + memory.moments > 0 or settings.get("master_weights") == "none"
     assert len(card.locked) == 1
@@ -92,10 +89,8 @@ def test_weights_that_their_framework_moves_meanwhile_are_no_writes(
         param.data = torch.empty(0, dtype=param.dtype)
         param.data = away
     addresses = {weight.data_ptr() for weight in before}
-    alive = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.layout is torch.strided]
-    held = [t for t in alive if t.untyped_storage().data_ptr() in addresses]
-    assert {id(t) for t in held} == {id(weight) for weight in before}, "nothing of the engine keeps them on the card"
-    del held, alive
+    held = {id(t) for t in alive() if t.untyped_storage().data_ptr() in addresses}
+    assert held == {id(weight) for weight in before}, "nothing of the engine keeps them on the card"
     assert "memory" in repr(run.opt)
     run.opt.zero_grad()
     run.opt.onload()
@@ -119,14 +114,14 @@ CALLS: dict[str, Callable[[Run], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(CALLS))
-def test_calls_in_between_say_onload(name: str) -> None:
+def test_calls_in_between_say_onload() -> None:
     run = train(Run(), 2)
     run.opt.offload()
-    with pytest.raises(
-        RuntimeError, match=rf"^{name} needs what opt.offload\(\) has brought to the host. Call opt.onload"
-    ):
-        CALLS[name](run)
+    for name, call in CALLS.items():
+        with pytest.raises(
+            RuntimeError, match=rf"^{name} needs what opt.offload\(\) has brought to the host. Call opt.onload"
+        ):
+            call(run)
     run.opt.zero_grad()
     run.opt.offload()  # there is nothing to do
     assert run.opt.stats()["steps"] == 2
@@ -152,11 +147,10 @@ def test_between_backward_and_step_it_is_refused(accumulation: str, card: Any) -
 
 @pytest.mark.parametrize("settings", list(MODES.values()), ids=list(MODES))
 def test_with_state_on_the_host_the_rest_goes_there_too(settings: dict[str, Any], card: Any) -> None:
-    before = there_now()
     run = train(Run(offload="cpu", **settings), 2)
     kept, locked = run.opt.memory().host, dict(card.locked)
     run.opt.offload()
-    assert left_behind(run, before) == []
+    assert left_behind(run) == []
     assert len(card.locked) == len(locked) + 1
     run.opt.onload()
     assert run.opt.memory().host == kept

@@ -230,7 +230,9 @@ def test_random_damage_either_loads_or_is_refused_whole(data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize(
-    "modes", [{}, {"optimizer_state": "8bit"}, {"master_weights": "split"}], ids=["full", "8bit", "split"]
+    "modes",
+    [{}, {"optimizer_state": "8bit"}, pytest.param({"master_weights": "split"}, marks=pytest.mark.all)],
+    ids=["full", "8bit", "split"],
 )
 def test_exception_at_any_line_of_a_load_leaves_all_of_it_or_nothing(modes: dict[str, str]) -> None:
     def made(seed: int, steps: int) -> tuple[list[torch.nn.Parameter], MixedPrecisionOptimizer]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from specs import CASES, OptimizerCase, one_per_class, params_of
+from specs import CASES, OptimizerCase, one_per_class, params_by_class, params_of
 from torch.optim import SGD, Adam, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,12 +33,12 @@ DYNAMIC: dict[str, Any] = {"init_scale": 64.0, "growth_interval": 2, "hysteresis
 
 
 @pytest.mark.parametrize("settings", [STATIC, DYNAMIC], ids=["static", "dynamic"])
-@pytest.mark.parametrize("case", params_of(CASES))
+@pytest.mark.parametrize("case", params_by_class(CASES))
 def test_resume_bit_exact_for_every_optimizer(case: OptimizerCase, settings: dict[str, Any]) -> None:
     recipes.check_resume_bit_exact(recipes.engine, case, settings, model_first=True)
 
 
-@pytest.mark.parametrize("case", params_of([case for case in CASES if case.cls in ("SGD", "Adam", "AdamW")]))
+@pytest.mark.parametrize("case", params_by_class([case for case in CASES if case.cls in ("SGD", "Adam", "AdamW")]))
 def test_resume_bit_exact_with_the_wrapped_optimizers_own_step(case: OptimizerCase) -> None:
     """Of the classes that the default steps in one pass."""
     recipes.check_resume_bit_exact(recipes.wrapped_step, case, DYNAMIC, model_first=True)

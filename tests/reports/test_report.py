@@ -314,6 +314,7 @@ def test_the_page_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.all
 def test_a_run_of_nothing_has_a_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "run.jsonl"
