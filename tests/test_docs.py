@@ -139,6 +139,14 @@ def test_files_that_contributing_names_are_there() -> None:
     assert [path for path in paths if not (HERE / path).exists()] == []
 
 
+@needs_tree
+def test_tests_that_the_pages_name_are_there() -> None:
+    files = list((HERE / "tests").rglob("test_*.py"))
+    written = "".join(path.read_text() for path in files) + "".join(f"def {path.stem}\n" for path in files)
+    named = {name for page in (HERE / "docs").glob("*.md") for name in re.findall(r"\btest_\w+", page.read_text())}
+    assert [name for name in sorted(named) if f"def {name}" not in written] == []
+
+
 # -- messages that the pages quote -------------------------------------------------------------------------------------
 
 GAP = "…"
