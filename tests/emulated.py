@@ -22,7 +22,7 @@ from torch import Tensor
 from fp16opt.kernels import backends, cuda, cuda_devices, cuda_rows, host_memory
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
-FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
+FLAGS = ["-std=c++17", "-Og", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 PARTS = 1  # compiled beside as many of those that mark; each part reads all headers
 
 

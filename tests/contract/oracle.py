@@ -70,7 +70,7 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
         return one is other
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def pattern(weight: Tensor) -> Tensor:

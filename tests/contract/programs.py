@@ -65,8 +65,8 @@ class Mode:
     Attributes:
         arguments: Of the wrapper, besides its scale.
         tolerance: How far a master may be off after a step, relative to 1 plus its magnitude; 0: no bit.
-        programs: How many `pytest --all` runs, and half of them without. The table of stages is the same in all modes,
-            so that most are of the quick ones.
+        programs: How many `pytest --all` runs, and a third of them without. The table of stages is the same in all
+            modes, so that most are of the quick ones.
     """
 
     name: str

@@ -232,7 +232,7 @@ def test_an_exception_in_a_step_of_released_gradients_leaves_it_counted_or_to_be
     kind = Kind({"gradient_release": True, "loss_scale": 64.0})
     count, known = _known_of_released(kind, bad, caplog)
     assert count > 100
-    for at in range(1, count + 1, STRIDE // 2):
+    for at in range(1, count + 1, STRIDE):
         lines = Lines(at)
         training, found = _second_step(kind, bad, lines, caplog)
         assert _are_same(found.rows, known["after"].rows), lines.where
@@ -271,7 +271,7 @@ def _stopped_backward(kind: Kind, lines: Lines) -> Training:
     return training
 
 
-@pytest.mark.parametrize("masters", ["full", "split", "split24"])
+@pytest.mark.parametrize("masters", ["full", pytest.param("split", marks=pytest.mark.all), "split24"])
 def test_an_exception_in_a_backward_that_steps_leaves_each_parameter_stepped_or_not(masters: str) -> None:
     """What was stepped is no write of others. ``zero_grad`` ends it, and nothing was counted."""
     kind = Kind({"gradient_release": True, "loss_scale": 64.0, "master_weights": masters, "on_model_write": "error"})
@@ -280,7 +280,7 @@ def test_an_exception_in_a_backward_that_steps_leaves_each_parameter_stepped_or_
     after = _stopped_backward(kind, lines)
     assert not any(map(torch.equal, before.rows(), after.rows()))
     assert lines.count > 100
-    for at in range(1, lines.count + 1, STRIDE // 2):
+    for at in range(1, lines.count + 1, STRIDE):
         cut = Lines(at)
         training = _stopped_backward(kind, cut)
         training.opt.zero_grad()

@@ -7,9 +7,10 @@ each call; it must not leave one out.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import products
@@ -463,14 +464,17 @@ ROWS: list[Row] = [
 # fmt: on
 
 
-def programs(row: str) -> Iterator[str]:
-    """All that the choices in braces make of it, the innermost first."""
+def programs(row: str) -> dict[str, dict[Any, str]]:
+    """All that the choices in braces make of it, the innermost first; and of each, what was chosen where."""
     found = re.search(r"{([^{}]*)}", row)
     if found is None:
-        yield row
-        return
+        return {row: {}}
+    before, after = row[: found.start()], row[found.end() :]
+    made: dict[str, dict[Any, str]] = {}
     for choice in found[1].split("|"):
-        yield from programs(row[: found.start()] + choice + row[found.end() :])
+        for program, chosen in programs(before + choice + after).items():
+            made.setdefault(program, {**chosen, len(after): choice})
+    return made
 
 
 def setting(mode: str, scale: tuple[float, bool], frozen: list[str]) -> Setting:
@@ -498,12 +502,19 @@ def follow(made: Setting, program: str) -> None:
             assert bool(walk.room["opt"].step_was_skipped) == (walk.oracle.skipped_steps > skipped)
 
 
-def cells(mode: str, program: str, modes: Sequence[str], scales: Sequence[tuple[float, bool]]) -> list[Any]:
-    """Each program at each scale, in one of the modes; ``--all``: in all of them."""
-    if mode not in modes:
-        return []
-    every = list(itertools.product(scales, programs(program)))
-    return every if products.takes_all else every[modes.index(mode) :: len(modes)]
+@functools.lru_cache(None)
+def cells() -> dict[str, list[tuple[str, tuple[float, bool], str]]]:
+    """By mode: rules, each with a scale and a program. Without ``--all`` each choice is made once, at any scale."""
+    found: dict[str, list[tuple[str, tuple[float, bool], str]]] = {mode: [] for mode in (*ALONE, *DRIVEN)}
+    for rule, row, modes, scales in ROWS:
+        made = programs(row)
+        every = list(itertools.product(modes, scales, made))
+        axes = [{"mode": mode, "scale": scale, **made[program]} for mode, scale, program in every]
+        names = dict.fromkeys(itertools.chain(*axes))
+        taken = products.covering(list(enumerate(axes)), [("", name) for name in names], rule)
+        for mode, scale, program in every if products.takes_all else [every[place] for place in taken]:
+            found[mode].append((rule, scale, program))
+    return found
 
 
 @pytest.mark.parametrize("mode", [*ALONE, *DRIVEN])
@@ -511,11 +522,10 @@ def test_rules(mode: str) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for rule, *row in ROWS:
-            for scale, program in cells(mode, *row):
-                try:
-                    follow(setting(mode, scale, [C] if "frozen c" in program else []), program)
-                except (AssertionError, Difference) as found:
-                    pytest.fail(f"{rule}, at scale {scale}, {program}: {found}", pytrace=False)
+        for rule, scale, program in cells()[mode]:
+            try:
+                follow(setting(mode, scale, [C] if "frozen c" in program else []), program)
+            except (AssertionError, Difference) as found:
+                pytest.fail(f"{rule}, at scale {scale}, {program}: {found}", pytrace=False)
     finally:
         torch.set_num_threads(threads)

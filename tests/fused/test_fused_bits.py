@@ -23,7 +23,7 @@ from fp16opt.kernels.operations import (
 from fused import oracle_fused as oracle
 from fused.oracle_fused import Element
 
-SIZES = (0, 1, 3, 63, 64, 65, 1000, 65535, 65537, 140000)
+SIZES = (0, 1, 3, 63, 64, 65, 1000, 4095, 131073)
 ADAM = {
     "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
     "decoupled": True,

@@ -105,7 +105,7 @@ def test_names_dtypes_and_bytes() -> None:
 
 @pytest.mark.parametrize(("masters", "state", "bytes_"), [("split", "8bit", 8.1), ("split24", "8bit", 7.1)])
 def test_bytes_kept_with_the_gradient(masters: str, state: str, bytes_: float) -> None:
-    n = 1 << 20
+    n = 1 << 18
     gc.collect()
     before = tensor_bytes()
     params = [nn.Parameter(torch.zeros(n // 1024, 1024, dtype=torch.float16))]

@@ -229,5 +229,5 @@ def _torch_spoils(side: Side, which: int) -> bool:
 
 TestSameAsTorch = SameAsTorch.TestCase
 TestSameAsTorch.settings = settings(
-    settings.get_profile("default"), max_examples=100 if products.takes_all else 40, stateful_step_count=25
+    settings.get_profile("default"), max_examples=100 if products.takes_all else 25, stateful_step_count=25
 )

@@ -6,8 +6,15 @@ from typing import Any
 
 import numpy as np
 import oracle_kernels as oracle
+import pytest
 import torch
 from torch import Tensor
+
+
+def seeds(count: int) -> Any:
+    """Of random lists: without ``--all`` two."""
+    return pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.all) for n in range(2, count))])
+
 
 KINDS = {torch.float16: "half", torch.bfloat16: "bfloat16", torch.float32: "single", torch.float64: "double"}
 SIXTEEN = (torch.float16, torch.bfloat16)

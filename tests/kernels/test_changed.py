@@ -139,6 +139,7 @@ def test_splitting_marks_weights_alone(implementation: str, dtype: torch.dtype) 
     assert rests[0].count_nonzero() > 1000
 
 
+@pytest.mark.cells("each")
 @pytest.mark.parametrize("unit", [100, 7, 64, 4096])
 def test_pieces_whose_units_end_within_a_word_of_bits(implementation: str, unit: int) -> None:
     """Chunks of such a piece share words, and threads must not lose each other's bits."""

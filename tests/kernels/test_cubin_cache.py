@@ -229,6 +229,7 @@ def test_two_processes_may_compile_at_once(libraries: Path, tmp_path: Path, fold
     assert len((tmp_path / "log").read_text().splitlines()) == lines
 
 
+@pytest.mark.all
 def test_a_child_forked_after_first_use_finds_out_anew(libraries: Path, tmp_path: Path) -> None:
     """Also while another thread of its parent holds the lock."""
     code = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import copies, raw
-from test_kernel_bits import SEEDS, unscale_case
+from kernel_cases import copies, raw, seeds
+from test_kernel_bits import unscale_case
 
 from fp16opt.kernels import (
     CallCache,
@@ -15,7 +15,7 @@ from fp16opt.kernels import (
 
 
 @pytest.mark.parametrize("special", [0.0, 0.001])
-@pytest.mark.parametrize("seed", SEEDS)
+@seeds(4)
 def test_looking_finds_what_writing_finds_and_writes_nothing(implementation: str, seed: int, special: float) -> None:
     grads, outs, _, _ = unscale_case(600 + seed, special)
     written, looked = (GradStats.allocate(len(grads), "cpu") for _ in range(2))

@@ -8,7 +8,7 @@ import numpy as np
 import oracle_kernels as oracle
 import pytest
 import torch
-from kernel_cases import KINDS, LAYOUTS, SIXTEEN, UP_TO_SINGLE, assert_same_number, lay_out, make, raw, shape_of
+from kernel_cases import KINDS, LAYOUTS, SIXTEEN, UP_TO_SINGLE, assert_same_number, lay_out, make, raw, seeds, shape_of
 from torch import Tensor
 
 from fp16opt.kernels import COMPARED, MEASURED, CallCache, Snapshots, multi_tensor_compare, multi_tensor_measure
@@ -40,7 +40,7 @@ def gradients(seed: int) -> tuple[list[Tensor | None], list[list[float]]]:
     return grads, [[0.0] * 5 if g is None else oracle.measured(raw(g), KINDS[g.dtype]) for g in grads]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_gradients_of_random_lists(implementation: str, seed: int) -> None:
     (grads, wanted), tables = gradients(seed), CallCache()
     for _ in range(2):
@@ -106,7 +106,7 @@ def steps(seed: int) -> tuple[list[Row], list[list[float]]]:
     return rows, [[0.0] * 7 if i == 3 else compared(*row) for i, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6)
 def test_steps_of_random_lists(implementation: str, seed: int) -> None:
     (rows, wanted), tables = steps(seed), CallCache()
     masters: list[Tensor | None] = [row[1] for row in rows]

@@ -8,7 +8,7 @@ import numpy as np
 import oracle_kernels as oracle
 import pytest
 import torch
-from kernel_cases import LAYOUTS, SIXTEEN, make, raw, shape_of
+from kernel_cases import LAYOUTS, SIXTEEN, make, raw, seeds, shape_of
 from torch import Tensor
 
 from fp16opt.kernels import CallCache, multi_tensor_sample, reference
@@ -22,7 +22,7 @@ def digest(tensor: Tensor) -> int:
     return int(found.item())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_digests_of_random_lists(implementation: str, seed: int) -> None:
     rng, tensors, tables = np.random.default_rng(seed), [], CallCache()
     for _ in range(24):
