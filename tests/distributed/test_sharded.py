@@ -35,9 +35,9 @@ def wrap(net: nn.Module, inner: Any = None, **options: Any) -> MixedPrecisionOpt
     return MixedPrecisionOptimizer(inner, named_parameters=net.named_parameters(), **options)
 
 
-def like_unsharded(rank: int, size: int, dtype: torch.dtype, policy: dict[str, Any], accumulation: str) -> None:
+def like_unsharded(rank: int, size: int, policy: dict[str, Any], accumulation: str) -> None:
     """Every rank has the same batch: halves add up exactly, so all bits must be those of one process."""
-    plain, net = Net(dtype), Net(dtype)
+    plain, net = Net(), Net()
     if "param_dtype" in policy:
         plain, net = plain.float(), net.float()
     options = {"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {}
@@ -65,18 +65,14 @@ def like_unsharded(rank: int, size: int, dtype: torch.dtype, policy: dict[str, A
     assert float(one.scaler.scale) == float(many.scaler.scale) or policy
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_fsdp2_trains_like_one_process_bit_for_bit(two: World, dtype: torch.dtype) -> None:
-    two.run(like_unsharded, dtype, {}, "model")
+@pytest.mark.parametrize("policy", [{}, {"reduce_dtype": torch.float32}, {"param_dtype": HALF}], ids=str)
+def test_fsdp2_trains_like_one_process_bit_for_bit(two: World, policy: dict[str, Any]) -> None:
+    two.run(like_unsharded, policy, "model")
 
 
+@pytest.mark.all
 def test_fsdp2_on_four_ranks_with_empty_pieces(four: World) -> None:
-    four.run(like_unsharded, torch.float16, {}, "fp32")
-
-
-@pytest.mark.parametrize("policy", [{"reduce_dtype": torch.float32}, {"param_dtype": HALF}])
-def test_fsdp2_with_a_mixed_precision_policy(two: World, policy: dict[str, Any]) -> None:
-    two.run(like_unsharded, torch.float16, policy, "model")
+    four.run(like_unsharded, {}, "fp32")
 
 
 def verdict(rank: int, size: int) -> None:
