@@ -18,12 +18,7 @@ from distributed.models import Net, assert_alike, full, loss_of
 from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 
-CHOICES: tuple[dict[str, Any], ...] = (
-    {"fused_step": True},
-    {"fused_step": "auto"},
-    {"master_weights": "split"},
-    {"master_weights": "split", "fused_step": True},
-)
+CHOICES: tuple[dict[str, Any], ...] = ({"fused_step": True}, {"fused_step": False}, {"master_weights": "split"})
 
 
 def wrap(net: nn.Module, inner: Any = AdamW, **options: Any) -> MixedPrecisionOptimizer:
@@ -104,19 +99,12 @@ def test_drifting_split_masters_are_named(rank: int, size: int) -> None:
 
 @on_ranks(2)
 def test_sharded_training_refuses_what_it_cannot_serve(rank: int, size: int) -> None:
-    """ "auto" steps as without; what can't be served is refused, and the optimizer is left as it was."""
-    made = []
-    for options in ({}, {"fused_step": "auto"}):
-        net = Net()
-        for layer in (net.a, net.norm, net.b, net):
-            fully_shard(layer)
-        opt = wrap(net, **options)
-        train(net, opt, rank, {(2, 1)}, micro=2)
-        zero_net = Net(norm=False)
-        zero = wrap(zero_net, ZeroRedundancyOptimizer(zero_net.parameters(), AdamW, lr=1e-2), **options)
-        train(DDP(zero_net), zero, rank, {(2, 1)})
-        made.append([*values(net, opt), *values(zero_net, zero)])
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    """What can't be served is refused, and the optimizer is left as it was."""
+    net, zero_net = Net(), Net(norm=False)
+    for layer in (net.a, net.norm, net.b, net):
+        fully_shard(layer)
+    opt = wrap(net)
+    zero = wrap(zero_net, ZeroRedundancyOptimizer(zero_net.parameters(), AdamW, lr=1e-2))
     inner = AdamW(net.parameters())
     part = ZeroRedundancyOptimizer(zero_net.parameters(), AdamW, lr=1e-2)
     for optimizer in (inner, part):
