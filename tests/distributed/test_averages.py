@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
@@ -12,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.models import Net, assert_alike, batch, full, one_step
-from distributed.test_sharded import sharded, wrap
-from distributed.world import World, on_ranks, raised
+from distributed.test_sharded import wrap
+from distributed.world import on_ranks, raised
 from fp16opt import AveragedMasters, distributed, ema
 
 STEPS = range(4)
 
 
-def alone(norm: bool = True) -> tuple[Net, AveragedMasters]:
+def alone(norm: bool) -> tuple[Net, AveragedMasters]:
     """The same training in one process."""
     plain = Net(norm=norm)
     opt = wrap(plain)
@@ -33,7 +32,7 @@ def alone(norm: bool = True) -> tuple[Net, AveragedMasters]:
 
 @on_ranks(2)
 def test_ddp(rank: int, size: int) -> None:
-    plain, wanted = alone()
+    plain, wanted = alone(norm=True)
     net = Net()
     ddp = DistributedDataParallel(net)
     opt = wrap(net)
@@ -55,9 +54,10 @@ def test_ddp(rank: int, size: int) -> None:
     assert_alike(list(net.parameters()))
 
 
-def under_fsdp2(rank: int, size: int, folder: str, whole_net: bool) -> None:
-    plain, wanted = alone(norm=not whole_net)  # FSDP2 wants one dtype in a group
-    net = fully_shard(Net(norm=False)) if whole_net else sharded(Net())  # a whole one stays gathered after evaluation
+@on_ranks(2)
+def test_fsdp2(rank: int, size: int, tmp_path: Path) -> None:
+    plain, wanted = alone(norm=False)  # FSDP2 wants one dtype in a group
+    net = fully_shard(Net(norm=False))  # stays gathered after evaluation
     opt = wrap(net)
     averaged = AveragedMasters(net, opt, ema(0.75))
     for number in STEPS:
@@ -78,15 +78,14 @@ def under_fsdp2(rank: int, size: int, folder: str, whole_net: bool) -> None:
             assert torch.equal(inside, plain(batch(7, 0)))  # it is the averages that are gathered
         assert not torch.equal(inside, before)
         assert torch.equal(net(batch(7, 0)), before)
-    if whole_net:
-        assert not isinstance(net.a.weight, DTensor)
+    assert not isinstance(net.a.weight, DTensor)
     net.reshard()
     assert all(torch.equal(full(a), b) for a, b in zip(net.parameters(), weights, strict=True))
     # through torch's own sharded files, and from a whole state_dict
-    dcp.save(averaged.state_dict(), checkpoint_id=folder)
+    dcp.save(averaged.state_dict(), checkpoint_id=tmp_path)
     other = AveragedMasters(net, opt, ema(0.75))
     state = {name: torch.empty_like(value) for name, value in other.state_dict().items()}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     whole = AveragedMasters(net, opt, ema(0.75))
     for loaded, source in ((other, state), (whole, wanted.state_dict())):
         loaded.load_state_dict(source)
@@ -101,8 +100,3 @@ def under_fsdp2(rank: int, size: int, folder: str, whole_net: bool) -> None:
 def found_as(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Sharded, but for the count."""
     return {name: value for name, value in state.items() if name == "n_averaged" or isinstance(value, DTensor)}
-
-
-@pytest.mark.parametrize("whole_net", [False, True])
-def test_fsdp2(two: World, tmp_path: Path, whole_net: bool) -> None:
-    two.run(under_fsdp2, str(tmp_path / "averages"), whole_net)

@@ -25,7 +25,7 @@ from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 from fp16opt.engine.dtensors import local
 
-HOWS = ("fsdp2", "ddp", "zero", "none")
+HOWS = ("fsdp2", "ddp", "zero", "none", "split")
 LR = 1e-2
 
 
@@ -49,7 +49,7 @@ def make(how: str, inner: Any = AdamW, norm: bool = False, **settings: Any) -> t
     if how == "fsdp2":
         for layer in (net.a, net.b, net):
             fully_shard(layer)
-    model = DDP(net) if how in ("ddp", "zero") else net
+    model = DDP(net) if how in ("ddp", "zero", "split") else net
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
     params = [
         {"params": [p for n, p in named if "bias" not in n], "weight_decay": 0.1},
@@ -57,8 +57,9 @@ def make(how: str, inner: Any = AdamW, norm: bool = False, **settings: Any) -> t
     ]
     optimizer = ZeroRedundancyOptimizer(params, inner, **settings) if how == "zero" else inner(params, **settings)
     scaler = DynamicLossScaler(init_scale=2.0**6, growth_interval=3)
-    # The wrapped optimizer's own step, as pieces are stepped.
-    opt = MixedPrecisionOptimizer(optimizer, scaler=scaler, named_parameters=net.named_parameters(), fused_step=False)
+    # The wrapped optimizer's own step, as pieces are stepped; split masters have one step.
+    options: Any = {"master_weights": "split"} if how == "split" else {"fused_step": False}
+    opt = MixedPrecisionOptimizer(optimizer, scaler=scaler, named_parameters=net.named_parameters(), **options)
     return model, opt
 
 
@@ -106,13 +107,14 @@ def load_any(rank: int, size: int, folder: str, rows: list[tuple[str, str, int]]
         distributed.load(Path(folder) / how, model, opt)
         assert not differences(whole(model, opt), saved), (how, other)
         assert opt.param_groups[0]["lr"] == LR
-        train(model, opt, range(4, 6))
-        assert not differences(whole(model, opt), later), (how, other)
+        if (how == "split") == (other == "split"):  # a fused step has roundings of its own
+            train(model, opt, range(4, 6))
+            assert not differences(whole(model, opt), later), (how, other)
 
 
 def test_four_ranks_save_and_four_two_and_one_load(four: World, two: World, tmp_path: Path) -> None:
     four.run(save_four, str(tmp_path))
-    rows = products.sample("who saves, who loads, on how many", HOWS, HOWS, (4, 2), pairs=[(0, 2), (1, 2)])
+    rows = products.sample("who saves, who loads, on how many", HOWS, HOWS, (4, 2))
     for world in (four, two):
         world.run(load_any, str(tmp_path), [row for row in rows if row[2] == world.size])
     saved, later = torch.load(tmp_path / "fsdp2.pt")
@@ -126,32 +128,31 @@ def test_four_ranks_save_and_four_two_and_one_load(four: World, two: World, tmp_
 @on_ranks(2)
 def test_the_dict_goes_through_torchs_own_functions(rank: int, size: int, tmp_path: Path) -> None:
     """The dict goes through torch.distributed.checkpoint itself; a fresh optimizer gives a template."""
-    for how in ("fsdp2", "none"):
-        for inner, settings in ((AdamW, {"lr": LR}), (SGD, {"lr": LR, "momentum": 0.9}), (Adagrad, {"lr": LR})):
-            path = f"{tmp_path}/{how}-{inner.__name__}"
-            model, opt = make(how, inner, **settings)
-            before = [p.clone() for p in opt.master_params()]
-            template = distributed.state_dict(model, opt)
-            assert set(template) == {"masters", "state", "scaler", "param_groups", "counts"}
-            assert "a.weight" in template["masters"]
-            assert bool(opt.state) == (inner is Adagrad), "asking changes nothing"
-            assert all(torch.equal(a, b) for a, b in zip(opt.master_params(), before, strict=True))
-            train(model, opt, range(3))
-            distributed.load_state_dict(model, opt, template) if inner is not Adagrad else None
-            assert inner is Adagrad or not opt.state, "no step was made when that dict was made"
-            train(model, opt, range(3))
-            dcp.save(distributed.state_dict(model, opt), checkpoint_id=path)
-            saved = whole(model, opt)
-            other, fresh = make(how, inner, **settings)
-            sd = distributed.state_dict(other, fresh)
-            dcp.load(sd, checkpoint_id=path)
-            distributed.load_state_dict(other, fresh, sd)
-            got = whole(other, fresh)
-            count = [key for key in got if key.endswith(" count")]  # a buffer: not in this dict
-            assert set(differences(got, saved)) <= set(count), how
-            train(model, opt, range(3, 5))
-            train(other, fresh, range(3, 5))
-            assert set(differences(whole(other, fresh), whole(model, opt))) <= set(count)
+    for how, inner, settings in (("none", AdamW, {}), ("fsdp2", SGD, {"momentum": 0.9}), ("fsdp2", Adagrad, {})):
+        path = f"{tmp_path}/{how}-{inner.__name__}"
+        model, opt = make(how, inner, lr=LR, **settings)
+        before = [p.clone() for p in opt.master_params()]
+        template = distributed.state_dict(model, opt)
+        assert set(template) == {"masters", "state", "scaler", "param_groups", "counts"}
+        assert "a.weight" in template["masters"]
+        assert bool(opt.state) == (inner is Adagrad), "asking changes nothing"
+        assert all(torch.equal(a, b) for a, b in zip(opt.master_params(), before, strict=True))
+        train(model, opt, range(3))
+        distributed.load_state_dict(model, opt, template) if inner is not Adagrad else None
+        assert inner is Adagrad or not opt.state, "no step was made when that dict was made"
+        train(model, opt, range(3))
+        dcp.save(distributed.state_dict(model, opt), checkpoint_id=path)
+        saved = whole(model, opt)
+        other, fresh = make(how, inner, lr=LR, **settings)
+        sd = distributed.state_dict(other, fresh)
+        dcp.load(sd, checkpoint_id=path)
+        distributed.load_state_dict(other, fresh, sd)
+        got = whole(other, fresh)
+        count = [key for key in got if key.endswith(" count")]  # a buffer: not in this dict
+        assert set(differences(got, saved)) <= set(count), how
+        train(model, opt, range(3, 5))
+        train(other, fresh, range(3, 5))
+        assert set(differences(whole(other, fresh), whole(model, opt))) <= set(count)
 
 
 @on_ranks(2)
@@ -396,7 +397,8 @@ def test_a_flipped_bit_in_any_file_is_refused(tmp_path: Path) -> None:
     assert {file.name for file in files} == {".metadata", "__0_0.distcp", "fp16opt.json"}
     for file in files:
         size = file.stat().st_size
-        for place in range(size) if file.name == "fp16opt.json" else (0, 1, size // 3, size // 2, size - 1):
+        every = range(0, size, 1 if products.takes_all else 5)
+        for place in every if file.name == "fp16opt.json" else (0, 1, size // 3, size // 2, size - 1):
             flip(file, place)
             with pytest.raises((ValueError, FileNotFoundError)) as caught:
                 distributed.load(path, other, fresh)

@@ -7,7 +7,6 @@ import copy
 from typing import Any
 
 import products
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -19,12 +18,7 @@ from distributed.models import Net, assert_alike, full, loss_of
 from distributed.world import World, on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 
-CHOICES: tuple[dict[str, Any], ...] = (
-    {"fused_step": True},
-    {"fused_step": "auto"},
-    {"master_weights": "split"},
-    {"master_weights": "split", "fused_step": True},
-)
+CHOICES: tuple[dict[str, Any], ...] = ({"fused_step": True}, {"fused_step": False}, {"master_weights": "split"})
 
 
 def wrap(net: nn.Module, inner: Any = AdamW, **options: Any) -> MixedPrecisionOptimizer:
@@ -78,11 +72,8 @@ TRAINED = [(torch.float16, AdamW), (torch.bfloat16, SGD)]
 SUMMED = [("model", 1), ("model", 2), ("fp32", 2)]
 
 
-@pytest.mark.parametrize("trained", TRAINED)
-def test_fused_steps_and_split_masters_under_ddp(two: World, trained: Any) -> None:
-    pairs = [(0, 1), (1, 2), (1, 3)]  # each choice with all of each
-    rows = products.sample("choices", TRAINED, CHOICES, (False, True), SUMMED, pairs=pairs)
-    two.run(under_ddp, [row for row in rows if row[0] == trained])
+def test_fused_steps_and_split_masters_under_ddp(two: World) -> None:
+    two.run(under_ddp, products.sample("choices", TRAINED, CHOICES, (False, True), SUMMED))
 
 
 @on_ranks(2)
@@ -108,19 +99,12 @@ def test_drifting_split_masters_are_named(rank: int, size: int) -> None:
 
 @on_ranks(2)
 def test_sharded_training_refuses_what_it_cannot_serve(rank: int, size: int) -> None:
-    """ "auto" steps as without; what can't be served is refused, and the optimizer is left as it was."""
-    made = []
-    for options in ({}, {"fused_step": "auto"}):
-        net = Net()
-        for layer in (net.a, net.norm, net.b, net):
-            fully_shard(layer)
-        opt = wrap(net, **options)
-        train(net, opt, rank, {(2, 1)}, micro=2)
-        zero_net = Net(norm=False)
-        zero = wrap(zero_net, ZeroRedundancyOptimizer(zero_net.parameters(), AdamW, lr=1e-2), **options)
-        train(DDP(zero_net), zero, rank, {(2, 1)})
-        made.append([*values(net, opt), *values(zero_net, zero)])
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    """What can't be served is refused, and the optimizer is left as it was."""
+    net, zero_net = Net(), Net(norm=False)
+    for layer in (net.a, net.norm, net.b, net):
+        fully_shard(layer)
+    opt = wrap(net)
+    zero = wrap(zero_net, ZeroRedundancyOptimizer(zero_net.parameters(), AdamW, lr=1e-2))
     inner = AdamW(net.parameters())
     part = ZeroRedundancyOptimizer(zero_net.parameters(), AdamW, lr=1e-2)
     for optimizer in (inner, part):

@@ -31,19 +31,16 @@ from fp16opt.engine.modes.regions import Region
 
 SYNCS = int(os.environ.get("FP16OPT_DELTA_SYNCS", "6"))
 """Of each random walk."""
-by_way = pytest.mark.parametrize(
-    ("way", "options"),
-    [
-        (way, options)
-        for way in ("ddp", "zero", "fsdp2", "hsdp", "tensor parallel")
-        for options in (
-            {"fused_step": True},
-            {"fused_step": False},
-            {"master_weights": "split24", "optimizer_state": "8bit"},
-        )
-        if way != "zero" or "fused_step" in options  # ZeRO takes full masters and FP32 state
-    ],
-)
+OPTIONS = ({"fused_step": True}, {"fused_step": False}, {"master_weights": "split24", "optimizer_state": "8bit"})
+
+
+def by_way(test: Any) -> Any:
+    """Each way to lay a model out, with each choice in some of them."""
+    test = pytest.mark.parametrize("options", OPTIONS, ids=["fused", "wrapped", "split24 + 8-bit"])(test)
+    ways = pytest.mark.parametrize("way", ["ddp", "zero", "fsdp2", "hsdp", "tensor parallel"])
+    return pytest.mark.cells("each")(ways(test))
+
+
 STEPS = 3
 
 

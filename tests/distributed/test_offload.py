@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -116,14 +115,10 @@ def on_ranks(rank: int, size: int, kernels: list[Path], mode: str, cls: str, lay
         assert kept.isdisjoint(gone), "no weight stays on the card"
 
 
-SHARDS = itertools.product(
-    ("one pass", "split", "split24 + 8-bit"), ("AdamW", "SGD"), ("fsdp2", "columns", "tensor parallel")
-)
-
-
-@pytest.mark.parametrize(
-    ("mode", "cls", "layout"), [*SHARDS, *(("split24 + 8-bit", "AdamW", layout) for layout in WHOLE)]
-)
+@pytest.mark.cells("each")
+@pytest.mark.parametrize("layout", ["fsdp2", "columns", "tensor parallel", *WHOLE])
+@pytest.mark.parametrize("cls", ["AdamW", "SGD"])
+@pytest.mark.parametrize("mode", ["one pass", "split", "split24 + 8-bit"])
 def test_shards_whose_state_is_on_the_host(
     two: World, emulated_cuda: Any, mode: str, cls: str, layout: str, tmp_path: Path
 ) -> None:

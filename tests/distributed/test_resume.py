@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import products
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,20 +16,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
 from distributed.models import Net, train
-from distributed.world import World, on_ranks, raised
+from distributed.world import on_ranks, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 
 SPLIT = {"master_weights": "split"}
-FUSED = {"fused_step": True}
 NONE = {"master_weights": "none"}
-Kind = tuple[str, dict[str, Any]]
-KINDS: tuple[Kind, ...] = (("ddp", {}), ("ddp", SPLIT), ("ddp", FUSED), ("fsdp2", {}))
-MOVES = [
-    (before, after)
-    for before in KINDS
-    for after in KINDS
-    if SPLIT in (before[1], after[1]) or FUSED in (before[1], after[1])  # test_checkpoints.py has the others
-]
 
 
 def make(how: str, net: nn.Module | None = None, inner: Any = AdamW, **options: Any) -> tuple[nn.Module, Any]:
@@ -55,32 +45,6 @@ def alike(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x.float(), y.float()) for x, y in zip(a, b, strict=True))
 
 
-def choices(rank: int, size: int, folder: str, rows: list[tuple[tuple[Kind, Kind], str]]) -> None:
-    """Masters of any kind go into files as FP32 values, and come back as any other kind, bit for bit."""
-    for number, (((how, options), (other, choice)), dtype) in enumerate(rows):
-        path = Path(folder) / f"{number}"
-        model, opt = make(how + dtype, **options)
-        train(model, opt, range(4))
-        distributed.save(path, model, opt)
-        weights = distributed.fp32_state_dict(model, opt)
-        saved = masters(opt)
-        if rank == 0:
-            assert alike(list(weights.values()), saved), (how, options)
-        again, fresh = make(other + dtype, **choice)
-        train(again, fresh, range(7, 8))
-        distributed.load(path, again, fresh)
-        assert alike(masters(fresh), saved), (how, options, other, choice)
-        if options != choice and (FUSED in (options, choice) or SPLIT in (options, choice)):
-            continue  # a fused step has roundings of its own
-        train(model, opt, range(4, 6))
-        train(again, fresh, range(4, 6))
-        assert alike(masters(fresh), masters(opt)), (how, options, other, choice)
-
-
-def test_masters_of_any_kind_load_as_any_other(two: World, tmp_path: Path) -> None:
-    two.run(choices, str(tmp_path), products.sample("kinds", MOVES, ["", " bf16"]))
-
-
 @on_ranks(2)
 def test_16_bit_parameters_without_masters(rank: int, size: int, tmp_path: Path) -> None:
     for number, (how, other) in enumerate((("ddp", "fsdp2"), ("fsdp2", "ddp"))):
@@ -92,7 +56,7 @@ def test_16_bit_parameters_without_masters(rank: int, size: int, tmp_path: Path)
         assert alike(masters(fresh), masters(opt))
 
 
-@pytest.mark.parametrize("options", [{}, SPLIT, {"optimizer_state": "8bit", "fused_step": True}])
+@pytest.mark.parametrize("options", [SPLIT, {"optimizer_state": "8bit", "fused_step": True}])
 @on_ranks(2)
 def test_what_is_frozen_when_a_checkpoint_is_loaded(
     rank: int, size: int, tmp_path: Path, options: dict[str, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -54,6 +55,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # a million objects of torch: a look through them would copy their pages too
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=GLOO)
     while (task := pipe.recv()) is not None:
