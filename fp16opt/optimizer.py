@@ -918,6 +918,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if grad_scale is not None:
             inv_scale = grad_scale.to(self.device).double().reciprocal().float().reshape(())
             state.tell(look, inv_scale, ScaledBy.TOLD_IN_STEP)
+        else:
+            state.take_external(look, self.scaler)  # it has unscaled them
         check: Check | None = state.finalize(look, write)
         if check is None or not isinstance(flag, Tensor):
             return check

@@ -193,7 +193,7 @@ def test_torch_may_swap_a_modules_parameters(fused_step: Any, call: str) -> None
     """torch.__future__.set_swap_module_params_on_conversion: a weak reference to a parameter would forbid it."""
     net = nn.Linear(4, 3).half()
     opt = MixedPrecisionOptimizer(sgd(net.parameters()), fused_step=fused_step)
-    net(torch.ones(2, 4).half()).float().sum().backward()
+    opt.backward(net(torch.ones(2, 4).half()).float().sum())
     opt.step()
     opt.zero_grad()
     with torch.no_grad():
