@@ -79,7 +79,8 @@ FOLDED = Refusal(
     """the model's gradients were folded into FP32 sums, and can be neither read nor written{name}. The sums are
     the gradients of opt.master_params(). To clip, call opt.clip_master_grads(max_norm) in place of
     clip_grad_norm_(model.parameters()). For a log, read opt.stats(). To have a backward count, run it by backward(loss)
-    of this optimizer. To give the step up, call opt.zero_grad().""",
+    of this optimizer; a gradient that came otherwise is in no sum: set it to None. To give the step up, call
+    opt.zero_grad().""",
 )
 
 TRAINERS_HAVE_MODULES = " (trainers that call it themselves have a module in fp16opt.integrations)"

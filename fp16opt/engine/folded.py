@@ -23,6 +23,8 @@ class FoldedGradient(Tensor):
 
     called: str
     param: weakref.ref[Tensor]
+    made_way: bool
+    """Whether a backward has put a gradient in its place. Else it was the user who has taken it away."""
 
     @staticmethod
     def __new__(cls: Any, param: Tensor, name: str) -> FoldedGradient:
@@ -31,7 +33,7 @@ class FoldedGradient(Tensor):
         made: FoldedGradient = Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=dtype, device=param.device, storage_size=0
         )
-        made.called, made.param = name, weakref.ref(param)
+        made.called, made.param, made.made_way = name, weakref.ref(param), False
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -68,7 +70,7 @@ class FoldedGradient(Tensor):
 
     def _give_way(self, grad: Tensor, in_place: bool) -> Tensor:
         """Autograd's AccumulateGrad has made a gradient: in place where no graph is made of it."""
-        param, made = self.param(), grad.clone()
+        param, made, self.made_way = self.param(), grad.clone(), True
         if in_place and param is not None:
             set_raw_grad(param, made)
         return self if in_place else made

@@ -158,6 +158,12 @@ def cleared_in_a_backward(opt: Any, bad: Tensor, good: Tensor) -> None:
     loss.backward()
 
 
+def cleared_before_its_backward(opt: Any, bad: Tensor, good: Tensor) -> None:
+    loss = opt.scale_loss(0.0 * bad.float().sum() + good.float().sum())
+    bad.grad = None
+    loss.backward()
+
+
 def cleared_before_a_fold(opt: Any, bad: Tensor, good: Tensor) -> None:
     opt.backward(bad.float().sum(), update_master_grads=False)
     bad.grad = None
@@ -169,8 +175,11 @@ def left_the_groups(opt: Any, bad: Tensor, good: Tensor) -> None:
     opt.backward(good.float().sum())
 
 
+GIVE_UP = [cleared_in_a_backward, cleared_before_its_backward, cleared_before_a_fold, left_the_groups]
+
+
 @pytest.mark.parametrize("is_stepped", [True, False], ids=["step", "zero_grad"])
-@pytest.mark.parametrize("give_up", [cleared_in_a_backward, cleared_before_a_fold, left_the_groups])
+@pytest.mark.parametrize("give_up", GIVE_UP)
 def test_a_sum_that_is_given_up_takes_its_inf_along(give_up: Callable[..., None], is_stepped: bool) -> None:
     bad, good = (torch.nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2))
     inner = torch.optim.SGD([{"params": [bad]}, {"params": [good]}], lr=0.125)
@@ -200,3 +209,16 @@ def test_a_gradient_that_joins_the_groups_over_sums_is_refused() -> None:
     with pytest.raises(RuntimeError, match=f"{REFUSED}.* group 1, param 0"):
         opt.step()
     assert first.tolist() == late.tolist() == [1.0] * 4
+
+
+def test_a_parameter_in_the_place_of_one_that_is_gone_has_a_sum_of_its_own() -> None:
+    first, second, third = (torch.nn.Parameter(torch.ones(n, dtype=torch.float16)) for n in (2, 3, 4))
+    opt = MixedPrecisionOptimizer(torch.optim.SGD([first, second], lr=0.5), grad_accumulation="fp32")
+    opt.backward(first.float().sum() + second.float().sum())
+    opt.param_groups[0]["params"].pop(0)
+    assert len(opt.param_groups[0]["params"]) == 1
+    opt.param_groups[0]["params"].append(third)
+    opt.backward(third.float().sum() + second.float().sum())
+    opt.scale_loss(third.float().sum()).backward()
+    opt.step()
+    assert [p[0].item() for p in (first, second, third)] == [1.0, 0.0, 0.0]

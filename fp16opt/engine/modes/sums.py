@@ -43,6 +43,8 @@ class SummingState(StepState):
         scale = super().begin_backward(look, scaler, may_clear, losses)
         if self.stage.is_to_fold and not may_clear:
             unmark(self.params.models)
+            for mark in self._marks.values():
+                mark.made_way = True
         return scale
 
     def end_backward(self, stamp: bool) -> None:
@@ -132,9 +134,12 @@ class SummingState(StepState):
         self.stage = Unscaled(stage.scale, *stamps, check, stage.losses, unreduced=unreduced)
 
     def _without_given_up(self, sums: Unscaled, look: Look) -> Unscaled:
-        """Sums without those of which the user has taken away what stood in their place."""
-        each = enumerate(zip(self.params.models, look.grads.tensors, raw_grads(self.params.masters), strict=True))
-        gone = [at for at, (model, grad, sum_) in each if grad is None and sum_ is not None and takes_place(model)]
+        """Sums without those of which the user has cleared what stood in their place, before the backward or after."""
+        gone = []
+        for at, (pair, grad) in enumerate(zip(self.params.all, look.grads.tensors, strict=True)):
+            mark = self._marks.get(id(pair))
+            if mark is not None and not is_folded(grad) and (grad is None or not mark.made_way):
+                gone.append(at)
         if gone:
             self.stage = sums
             self.leave_alone(gone, look)
@@ -157,9 +162,11 @@ class SummingState(StepState):
         """At these positions what stands in the place of a sum's gradients refuses to be used."""
         for pair, sum_, is_due in zip(self.params.all, raw_grads(self.params.masters), at, strict=True):
             if is_due and pair.has_master and sum_ is not None and takes_place(pair.model):
-                if id(pair) not in self._marks:
-                    self._marks[id(pair)] = FoldedGradient(pair.model, pair.name)
-                set_raw_grad(pair.model, self._marks[id(pair)])
+                mark = self._marks.get(id(pair))
+                if mark is None or mark.param() is not pair.model:  # that of a pair which is gone
+                    mark = self._marks[id(pair)] = FoldedGradient(pair.model, pair.name)
+                mark.made_way = False
+                set_raw_grad(pair.model, mark)
 
     def reduce(self) -> None:
         """Average over the ranks what was summed under ``no_sync``."""
