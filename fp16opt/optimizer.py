@@ -919,7 +919,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             inv_scale = grad_scale.to(self.device).double().reciprocal().float().reshape(())
             state.tell(look, inv_scale, ScaledBy.TOLD_IN_STEP)
         else:
-            state.take_external(look, self.scaler)  # it has unscaled them
+            state.take_external(look, self.scaler)  # torch's protocol: without a scale they are true ones
         check: Check | None = state.finalize(look, write)
         if check is None or not isinstance(flag, Tensor):
             return check

@@ -96,7 +96,7 @@ class StepState(abc.ABC):
     def counts_plain(self, scaler: LossScaler | None = None) -> bool:
         """Whether new gradients of a plain backward are stepped and read as true ones: at a static scale of 1.
 
-        What a GradScaler divides or tells of, and what the user hands to :meth:`update`, is asked nothing of.
+        What a GradScaler divides or tells of, and what the user hands to :meth:`update`, counts at any scale.
         """
         return self.is_one(scaler)
 
@@ -452,7 +452,7 @@ class StepState(abc.ABC):
         self._end_empty()
         scaler, stage = self.own_scaler(), self.stage
         # The user has, or another optimizer's backward with this scaler; one with another scaler tells no scale.
-        # A static scale of 1 is there for gradients of anybody.
+        # At a static scale of 1 it does not matter whose it was.
         is_known = type(stage) is Ready and (
             self.is_one() or scaler.last_backward > stage.backwards or LossScaler.backwards == stage.backwards
         )
@@ -649,7 +649,7 @@ class StepState(abc.ABC):
         self.steps = 0
         if type(self.stage) is not Interrupted:
             self.reset(keeps_true=False)
-            if self.is_one():  # they add up there, and nothing says any more that a step has used them
+            if self.is_one():  # what is left adds up with the next ones there, so it is as new
                 self.stage = self.stage._replace(stamp=None)
 
     def clear(self, set_to_none: bool) -> None:
