@@ -139,8 +139,8 @@ GROUPS_CHANGED = Refusal(
     "groups changed",
     RuntimeError,
     """param_groups were changed between a check of this step's gradients (a clip, update_master_grads(), a read of
-    a master's .grad) and its step. Put them back as they were; or give the step up by opt.zero_grad(). Change groups
-    before the first backward of a step, or after the step.""",
+    a master's .grad; FP32 sums of them) and its step. Put them back as they were; or give the step up by
+    opt.zero_grad(). Change groups before the first backward of a step, or after the step.""",
 )
 
 NO_SYNC = Refusal(

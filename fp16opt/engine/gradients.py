@@ -572,12 +572,9 @@ class StepState(abc.ABC):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def holds_groups(self) -> bool:
-        """Whether param_groups may not change now: between a check and its step, which the user has not given up."""
-        stage = self.stage
-        if stage.is_sum:
-            edited = stage.true_stamp.compare(raw_grads(self.params.masters))
-            return stage.is_closed or stage.scale.by.is_grad_scaler or any(edited)
-        return type(stage) in (Checked, Unscaled) and not self._are_cleared(raw_grads(self.params.models))
+        """Whether param_groups may not change now: after a check or over FP32 sums that the user has not given up."""
+        waits = type(self.stage) in (Checked, Unscaled) or self.stage.sums is not None
+        return waits and not self._are_cleared(raw_grads(self.params.models))
 
     def require_open(self, strictly: bool = False) -> None:
         """Raise ``RuntimeError`` where parameters are about to change between a check and its step.
@@ -601,11 +598,10 @@ class StepState(abc.ABC):
         if type(self.stage) is Checked and is_thaw:
             self.unscale(self.look().without(self.params, [at for at, old in enumerate(came_from) if old is None]))
         stage = self.stage
-        if type(stage) in (Checked, Unscaled) and not (is_thaw or stage.is_sum):
+        if type(stage) in (Checked, Unscaled) and not is_thaw:
             self.reset(keeps_true=False)
         else:
-            is_new = type(stage) is Ready or stage.is_sum  # no step has used those that came, and no sum has them
-            now = [None] * len(self.params) if is_new else raw_grads(self.params.models)
+            now = [None] * len(self.params) if type(stage) is Ready else raw_grads(self.params.models)
             self.stage = moved(stage, came_from, now)
 
     def reset(self, keeps_true: bool = True, zeros: Grads | None = None) -> None:

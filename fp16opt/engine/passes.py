@@ -15,7 +15,7 @@ from .. import kernels
 from ..kernels.readings import Rows
 from ..kernels.reference_steps import Factors
 from ..kernels.tensor_lists import all_there, any_there, read, set_grads, types_of
-from .dtensors import aligned, any_raw_grad, as_piece_of, local, raw_grads, set_raw_grad
+from .dtensors import aligned, as_piece_of, local, raw_grads, set_raw_grad
 from .folded import is_folded
 from .look import Look
 from .masters import Masters
@@ -367,8 +367,6 @@ class Gradients:
         self.each = [DeviceGradients(device, self.params, self.masters) for device in self.params.devices]
         for each, earlier in zip(self.each, before, strict=False) if keeps else ():
             each.stats = earlier.stats
-        if not keeps and any_raw_grad(self.params.masters):
-            self.measure()  # what was found went with the rows: sums that wait for a further backward need it
 
     @property
     def stats(self) -> list[kernels.GradStats]:

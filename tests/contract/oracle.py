@@ -1128,16 +1128,12 @@ class SummingOracle(Oracle):
         heard: By each scale that had a backward in this step, whether that was not finite.
         has_new_edit: Master gradients were edited since the engine looked.
         has_unseen_drop: Sums were given up since the engine looked: a plain backward before it does is refused later.
-        joins_late: The last backward reached parameters of no group alone: no sum has their gradients.
-        was_regrouped: Groups were changed over sums that no clip had closed. The engine may refuse that, now or later.
     """
 
     other: Scale = field(default_factory=lambda: Scale(16.0, growth_interval=2))
     pending: Scale | None = None
     heard: dict[str, bool] = field(default_factory=dict)
     has_new_edit: bool = False
-    was_regrouped: bool = False
-    joins_late: bool = False
     has_unseen_drop: bool = False
 
     def now(self) -> tuple[Any, ...]:
@@ -1150,7 +1146,7 @@ class SummingOracle(Oracle):
 
     @property
     def _holds_groups(self) -> bool:
-        return isinstance(self.stage, Checked) and (self.stage.closed or self.stage.divided)
+        return isinstance(self.stage, Checked)
 
     @property
     def _is_given_up(self) -> bool:
@@ -1164,14 +1160,6 @@ class SummingOracle(Oracle):
     def _follow(self, may_change: bool = False) -> None:
         if self.has_unseen_drop and self._groups_changed:
             raise Unspecified  # whether sums that were closed hold the groups until the engine looks
-        if isinstance(self.stage, Checked) and self._groups_changed and (not self.stage.closed or self.has_new_edit):
-            there = {name for names in self.seen for name in names}
-            if any(self.params[n].grad is not None for g in self.groups for n in g.names if n not in there):
-                raise Unspecified
-            self.was_regrouped = may_change = True
-        self.was_regrouped = self.was_regrouped and isinstance(self.stage, Checked)
-        if self.was_regrouped:
-            self.may("groups")
         if self._holds_groups and self._groups_changed and not may_change:
             raise Refused("groups of sums")
         super()._follow(may_change)
@@ -1199,7 +1187,6 @@ class SummingOracle(Oracle):
             p.grad, p.is_used = None, False
         if not self._trues():
             self.stage = Ready()
-            self.joins_late = any(p.grad is not None for p in self.params.values())
             return
         key = "other" if scale is self.other else "own"
         self.heard = {**self.heard, key: self.heard.get(key, False) or found_inf(list(parts.values()))}
@@ -1238,7 +1225,7 @@ class SummingOracle(Oracle):
         self._follow()
         self._look()
         if isinstance(self.stage, Ready) and self.with_grad():
-            if not self.scale.is_one or self.joins_late:
+            if not self.scale.is_one:
                 raise Unspecified
             self._take_plain()
             self._begin_anew()
@@ -1294,7 +1281,7 @@ class SummingOracle(Oracle):
         """What stands for a sum is cleared: the sum is given up. Not while a backward is not folded yet."""
         if self.pending is not None or isinstance(self.stage, Interrupted) or self.with_grad():
             raise Unspecified
-        if self.has_new_edit or self.was_regrouped or self._groups_changed or self._holds_divided():
+        if self.has_new_edit or self._groups_changed or self._holds_divided():
             raise Unspecified
         super().drop_grads(names)
         if not isinstance(self.stage, Checked):

@@ -7,7 +7,7 @@ waits to be added to them is Scaled.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -162,11 +162,10 @@ class SummingState(StepState):
         """At these positions what stands in the place of a sum's gradients refuses to be used."""
         for pair, sum_, is_due in zip(self.params.all, raw_grads(self.params.masters), at, strict=True):
             if is_due and pair.has_master and sum_ is not None and takes_place(pair.model):
-                mark = self._marks.get(id(pair))
-                if mark is None or mark.param() is not pair.model:  # that of a pair which is gone
-                    mark = self._marks[id(pair)] = FoldedGradient(pair.model, pair.name)
-                mark.made_way = False
-                set_raw_grad(pair.model, mark)
+                if id(pair) not in self._marks:
+                    self._marks[id(pair)] = FoldedGradient(pair.model, pair.name)
+                self._marks[id(pair)].made_way = False
+                set_raw_grad(pair.model, self._marks[id(pair)])
 
     def reduce(self) -> None:
         """Average over the ranks what was summed under ``no_sync``."""
@@ -183,15 +182,6 @@ class SummingState(StepState):
         self.stage = stage._replace(
             true_stamp=true_stamp, check=check._replace(found=tuple(found)), unreduced=frozenset()
         )
-
-    def follow_params(self, came_from: Sequence[int | None], is_thaw: bool = False) -> None:
-        """As ever; sums are those of the parameters that stay, and were measured anew."""
-        super().follow_params(came_from, is_thaw)
-        sums = self.stage if self.stage.is_sum else self.stage.sums
-        if sums is not None and not is_thaw:
-            true_stamp = sums.true_stamp.moved(came_from, raw_grads(self.params.masters))
-            sums = sums._replace(true_stamp=true_stamp, check=self._found_anew(sums))
-            self.stage = sums if self.stage.is_sum else self.stage._replace(sums=sums)
 
     def reset(self, keeps_true: bool = True, zeros: Grads | None = None) -> None:
         """READY: what stands for sums is taken away."""
